@@ -1,0 +1,221 @@
+"""Chunks: KV of a range of tokens in host memory, and the formats they come in."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from .layout import Layout
+from .rope import Rope
+from .spec import CacheSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkFormat:
+    """How a chunk's arrays are laid out.
+
+    Args:
+        layout: of one array: a `Layout`, a sentence, or the name of one of LMCache's formats ("KV_2LTD",
+            "KV_T2D", "KV_2TD", "KV_MLA").
+        layers_per_array: layers that share one array; None for all of them where the layout has a `layer` axis,
+            else one. A layout without a `layer` axis that is to hold several gets one as its outermost.
+
+    Raises:
+        ValueError: the layout does not parse or is padded, or `layers_per_array` is no positive integer.
+    """
+
+    layout: Layout | str
+    layers_per_array: int | None = None
+
+    def __post_init__(self) -> None:
+        layout, count = self.layout, self.layers_per_array
+        if isinstance(layout, str):
+            layout = Layout(_SENTENCES.get(layout, layout))
+        if not isinstance(layout, Layout):
+            raise TypeError(f"format: expected a Layout or a sentence, got {layout!r}")
+        if layout.pad:
+            raise ValueError(f"format: rows of a chunk are not padded, got {str(layout)!r}")
+        if len(layout.arrays) > 1:
+            raise ValueError(f"format: a chunk has one sentence for K and V, got {str(layout)!r}")
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ValueError(f"layers_per_array: expected an int of at least 1, got {count!r}")
+        if not layout.has_axis("layer"):
+            if count is not None and count > 1:
+                if layout.levels != ("layer",) or not isinstance(layout.sentence, str):
+                    raise ValueError(
+                        f"layers_per_array: {count} layers cannot share the arrays of {str(layout)!r}; name a "
+                        f"'layer' axis in the sentence"
+                    )
+                layout = Layout("layer " + layout.sentence.split("|")[-1].strip())
+            else:
+                count = 1
+        object.__setattr__(self, "layout", layout)
+        object.__setattr__(self, "layers_per_array", count)
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The axes of one array, each with the names fused in it."""
+        assert isinstance(self.layout, Layout)  # made so above
+        return self.layout.arrays[0]
+
+    def groups(self, num_layers: int) -> tuple[range, ...]:
+        """The layers that each array (or pair of arrays) of a chunk holds, in order."""
+        step = self.layers_per_array or num_layers
+        return tuple(range(first, min(first + step, num_layers)) for first in range(0, num_layers, step))
+
+    def shapes(self, spec: CacheSpec, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of all arrays of a chunk of `num_tokens` rows."""
+        assert isinstance(self.layout, Layout)  # made so above
+        return tuple(
+            shape
+            for layers in self.groups(spec.num_layers)
+            for shape in spec.transfer(self.layout, layers).chunk_shapes(num_tokens)
+        )
+
+    def shape(self, spec: CacheSpec, num_tokens: int) -> tuple[int, ...]:
+        """Shape of a chunk's (first) array; LMCache's `get_shape`."""
+        return self.shapes(spec, num_tokens)[0]
+
+
+_SENTENCES = {
+    "KV_2LTD": "kv layer token (head dim)",
+    "KV_T2D": "token kv (head dim)",
+    "KV_2TD": "kv token (head dim)",
+    "KV_MLA": "1 layer token (head dim)",
+    "KV_MLA_TD": "token (head dim)",
+}
+KV_2LTD = ChunkFormat("KV_2LTD")
+"""All layers of K, then of V: LMCache's bulk format."""
+KV_T2D = ChunkFormat("KV_T2D")
+"""One layer, K and V of a token side by side: LMCache's layer-wise format."""
+KV_2TD = ChunkFormat("KV_2TD")
+"""One layer, K then V: LMCache's CacheBlend format."""
+KV_MLA = ChunkFormat("KV_MLA")
+"""All layers of one plane: LMCache's MLA format."""
+KV_MLA_TD = ChunkFormat("KV_MLA_TD")
+"""One layer of one plane."""
+
+
+def default_format(spec: CacheSpec, layers_per_array: int | None = None) -> ChunkFormat:
+    """The format of LMCache's bulk connector, or of its layer-wise one where layers are to be apart."""
+    if layers_per_array is None:
+        return KV_2LTD if spec.planes == 2 else KV_MLA
+    return ChunkFormat("KV_T2D" if spec.planes == 2 else "KV_MLA_TD", layers_per_array)
+
+
+def as_format(spec: CacheSpec, format: Any, layers_per_array: int | None = None) -> ChunkFormat:
+    """A format from what a caller gives: None, a `ChunkFormat`, a `Layout`, a sentence or a name."""
+    if format is None:
+        return default_format(spec, layers_per_array)
+    if isinstance(format, ChunkFormat):
+        if layers_per_array in (None, format.layers_per_array):
+            return format
+        return ChunkFormat(format.layout, layers_per_array)
+    return ChunkFormat(format, layers_per_array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What makes the bytes of one chunk incompatible with a cache; page layout, page size and sharding do not.
+
+    Attributes:
+        format: of the chunk's arrays.
+        num_layers, num_kv_heads, head_dim, planes, dtype: the KV itself.
+        rope, rope_offset: how its keys are rotated.
+        model: the spec's own word for weights and adapters.
+    """
+
+    format: ChunkFormat
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    planes: int
+    dtype: str
+    rope: Rope | tuple[Rope | None, ...] | None
+    rope_offset: int
+    model: str
+
+    @classmethod
+    def of(cls, spec: CacheSpec, format: ChunkFormat) -> "Fingerprint":
+        """The fingerprint of chunks stored from a cache."""
+        return cls(
+            format,
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.planes,
+            str(np.dtype(spec.dtype)),
+            spec.rope,
+            spec.rope_offset,
+            spec.model,
+        )
+
+    def difference(self, spec: CacheSpec) -> str | None:
+        """The first part in which a cache differs, with both values; None where chunks of this kind load into it."""
+        wanted = Fingerprint.of(spec, self.format)
+        for field in dataclasses.fields(self):
+            mine, other = getattr(self, field.name), getattr(wanted, field.name)
+            if mine != other:
+                return f"{field.name} is {mine!r} in the chunk and {other!r} in the cache"
+        return None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """KV of a range of tokens: what moves at once. A pytree and a value; nothing writes into it.
+
+    Attributes:
+        data: arrays of `fingerprint.format` in pinned host memory, each with the same number of rows; rows past
+            `num_tokens` are zero bytes.
+        num_tokens: tokens held, int32 scalar.
+        positions: int32 `[rows]`, the position each key is rotated for.
+        valid: bool `[rows]`, which rows are real; the others were skipped when they were stored.
+        fingerprint: what the bytes are.
+    """
+
+    data: tuple[jax.Array, ...]
+    num_tokens: Any
+    positions: Any
+    valid: Any
+    fingerprint: Fingerprint = dataclasses.field(metadata={"static": True})
+
+    @property
+    def format(self) -> ChunkFormat:
+        """The format of `data`."""
+        return self.fingerprint.format
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the arrays: the bucket `num_tokens` was rounded up to."""
+        return int(self.valid.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, rows past `num_tokens` included."""
+        return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.data)
+
+    def is_ready(self) -> bool:
+        """Whether all bytes have arrived; never waits."""
+        return all(array.is_ready() for array in self.data)  # type: ignore[attr-defined]
+
+    def block_until_ready(self) -> "Chunk":
+        """Waits for all bytes, and returns the chunk."""
+        jax.block_until_ready(self.data)
+        return self
+
+    def rows(self) -> tuple[np.ndarray, ...]:
+        """The tokens' rows as NumPy arrays of `format`, one per array; waits for them, and copies.
+
+        A copy, since a NumPy view would keep the pinned buffer from being donated and reused.
+
+        Raises:
+            ValueError: the format's tokens are not one axis (it has pages).
+        """
+        units = self.format.axes
+        axis = next(i for i, unit in enumerate(units) if "token" in unit)
+        if units[axis] != ("token",) or ("page",) in units:
+            raise ValueError(f"rows: the tokens of {str(self.format.layout)!r} are not one axis; read `data` itself")
+        return tuple(np.asarray(array).take(range(int(self.num_tokens)), axis=axis) for array in self.data)

@@ -1,0 +1,169 @@
+"""What is checked before an op is launched: pools, rows and slots, each error naming the argument."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ..layout import Layout, Sizes
+
+INT32_MAX = 2**31 - 1
+OUT_OF_RANGE = ("raise", "skip")
+
+
+def is_traced(x: Any) -> bool:
+    """Whether the values of `x` are unknown because a function is being traced."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def check_dtype(dtype: DTypeLike, name: str) -> None:
+    """Raises TypeError for a dtype whose elements are not moved as whole bytes."""
+    dtype = np.dtype(dtype)
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    real = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    if not real or info(dtype).bits != 8 * dtype.itemsize:
+        raise TypeError(f"{name}: dtype {dtype} cannot be moved; integers and floats of 8 to 64 bits can")
+
+
+def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[jax.Array], Any]:
+    """The arrays of a pytree, in the order of the layout's levels, and its structure.
+
+    Raises:
+        TypeError: a leaf is no array.
+        ValueError: the pytree is not of the layout's levels, or an array was deleted.
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if not paths:
+        raise ValueError(f"{name}: there are no arrays in {tree!r}, expected {_describe(layout, layers)}")
+    for path, leaf in paths:
+        if not isinstance(leaf, jax.Array):
+            where = name + jax.tree_util.keystr(path)
+            raise TypeError(f"{where}: expected a jax.Array, got {type(leaf).__module__}.{type(leaf).__qualname__}")
+        if not is_traced(leaf) and leaf.is_deleted():
+            where = name + jax.tree_util.keystr(path)
+            raise ValueError(f"{where}: this array was deleted or donated to an earlier call; use that call's result")
+    expected = [layers if level == "layer" else 2 for level in layout.levels]
+    node, good = tree, len(paths) == layout.num_leaves(layers)
+    for size in expected:
+        if isinstance(node, Sequence):
+            good &= len(node) == size
+            node = node[0] if len(node) else ()
+    if not good:
+        found = f"{len(tree)} entries and {len(paths)} arrays" if isinstance(tree, Sequence) else f"{len(paths)} arrays"
+        raise ValueError(f"{name}: got {found}, expected {_describe(layout, layers)}")
+    return [leaf for _, leaf in paths], structure
+
+
+def _describe(layout: Layout, layers: int) -> str:
+    levels = " of ".join(f"{layers if level == 'layer' else 2} ({level})" for level in layout.levels)
+    return f"{levels or 'one array'} for layout {str(layout)!r} of {layers} layers"
+
+
+def check_placement(arrays: Sequence[jax.Array], head_axes: Sequence[int | None], name: str) -> None:
+    """Checks where arrays are: in device memory, on the same devices, sharded over heads or not at all.
+
+    Raises:
+        ValueError: an array is in host memory, or on other devices than the first.
+        NotImplementedError: an array is sharded over another axis than heads.
+    """
+    for i, (array, head_axis) in enumerate(zip(arrays, head_axes, strict=True)):
+        kind, default = array.sharding.memory_kind, next(iter(array.devices())).default_memory().kind
+        if kind not in (None, default):
+            raise ValueError(f"{name}: array {i} is in memory kind {kind!r}, expected {default!r}")
+        if array.devices() != arrays[0].devices():
+            raise ValueError(
+                f"{name}: array {i} is on {sorted(map(str, array.devices()))}, array 0 on "
+                f"{sorted(map(str, arrays[0].devices()))}; all layers of one cache must be on the same devices"
+            )
+        local = array.sharding.shard_shape(array.shape)
+        for axis, (size, whole) in enumerate(zip(local, array.shape, strict=True)):
+            if size != whole and axis != head_axis:
+                raise NotImplementedError(
+                    f"{name}: array {i} of shape {array.shape} is sharded over axis {axis} ({array.sharding}); only "
+                    f"the axis that the heads lead ({head_axis}) may be"
+                )
+
+
+def check_same_dtype(arrays: Sequence[jax.Array], dtype: DTypeLike, name: str) -> None:
+    """Raises TypeError where an array is of another dtype than the cache; nothing is ever cast."""
+    for i, array in enumerate(arrays):
+        if array.dtype != dtype:
+            raise TypeError(f"{name}: array {i} has dtype {array.dtype}, the cache has {np.dtype(dtype)}")
+
+
+def check_out_of_range(out_of_range: str) -> None:
+    """Raises ValueError for an unknown way to treat slots past the pool."""
+    if out_of_range not in OUT_OF_RANGE:
+        raise ValueError(f"out_of_range: {out_of_range!r} is unknown, expected one of {OUT_OF_RANGE}")
+
+
+def slots_int32(slots: Any, *, name: str = "slots", read: bool = True) -> Any:
+    """Slots as int32, by value: what int32 cannot hold becomes -1 (negative) or 2^31 - 1 (too large).
+
+    Args:
+        slots: integers `[n]`: a NumPy array, a list or a jax.Array.
+        name: what to call them in errors.
+        read: whether to read a concrete jax.Array on the host, which waits for it.
+
+    Returns:
+        A NumPy copy where the values are known and may be read, else a jax.Array.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are not one-dimensional, or the array was deleted.
+    """
+    on_device = isinstance(slots, jax.Array)
+    if on_device and not is_traced(slots) and slots.is_deleted():
+        raise ValueError(f"{name}: this array was deleted or donated to an earlier call")
+    if not on_device:
+        try:
+            slots = np.asarray(slots)
+        except (ValueError, TypeError) as error:
+            raise TypeError(
+                f"{name}: expected integers in one dimension, got {type(slots).__name__}: {error}"
+            ) from None
+        if slots.size == 0 and slots.dtype == np.float64:
+            slots = slots.astype(np.int32)  # an empty list has no integers to tell its dtype by
+    if not jnp.issubdtype(slots.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected integers, got dtype {slots.dtype}")
+    if slots.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {slots.shape}")
+    if on_device and (is_traced(slots) or not read):
+        return _narrow_traced(slots)
+    slots = np.asarray(slots)
+    if np.issubdtype(slots.dtype, np.unsignedinteger):
+        return np.minimum(slots, slots.dtype.type(min(INT32_MAX, np.iinfo(slots.dtype).max))).astype(np.int32)
+    return np.clip(slots.astype(np.int64), -1, INT32_MAX).astype(np.int32)
+
+
+def _narrow_traced(slots: jax.Array) -> jax.Array:
+    if slots.dtype == jnp.int32:
+        return slots
+    info = jnp.iinfo(slots.dtype)
+    if info.max > INT32_MAX:
+        slots = jnp.where(slots > jnp.asarray(INT32_MAX, slots.dtype), jnp.asarray(INT32_MAX, slots.dtype), slots)
+    if info.min < -(2**31):
+        slots = jnp.where(slots < jnp.asarray(-1, slots.dtype), jnp.asarray(-1, slots.dtype), slots)
+    return slots.astype(jnp.int32)
+
+
+def check_slots_in_pool(slots: np.ndarray, num_slots: int, *, name: str = "slots") -> None:
+    """Raises ValueError naming the first slot that is past the pool."""
+    bad = np.flatnonzero(slots >= num_slots)
+    if bad.size:
+        raise ValueError(
+            f"{name}: index {bad[0]} has slot {slots[bad[0]]}, but the pool has {num_slots} slots "
+            f"(0 to {num_slots - 1}); pass out_of_range='skip' to leave such tokens out"
+        )
+
+
+def nested(leaves: Sequence[Any], layout: Layout, sizes: Sizes) -> Any:
+    """Leaves as the nested tuples of the layout's levels; a bare array where it has none."""
+    leaves = list(leaves)
+    for level in reversed(layout.levels):
+        size = sizes.layers if level == "layer" else 2
+        leaves = [tuple(leaves[i : i + size]) for i in range(0, len(leaves), size)]
+    return leaves[0]

@@ -1,0 +1,111 @@
+"""What gather and scatter share as JAX primitives.
+
+An op is one primitive with one lowering a platform: FFI where a handler was built (cpu, cuda), plain XLA
+everywhere else. `custom_partitioning` stands around it (the compiler cannot see into a custom call, and would
+gather a sharded pool first), and a guard before that refuses what neither has a rule for: vmap and gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from . import native
+
+IMPLEMENTATIONS = (None, "xla", "ffi")
+FFI_PLATFORMS = ("cpu", "cuda")
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Checks the name of an implementation.
+
+    Raises:
+        ValueError: it is unknown.
+        RuntimeError: it is "ffi", and no handlers were built for any platform; whether there are some for the
+            platform a program runs on is known, and checked, when that program is lowered.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: {implementation!r} is unknown, expected one of {IMPLEMENTATIONS}")
+    if implementation == "ffi" and not any(map(native.available, FFI_PLATFORMS)):
+        raise RuntimeError(_ffi_missing("cuda" if jax.default_backend() == "gpu" else jax.default_backend()))
+
+
+def define(
+    name: str,
+    *,
+    abstract: Callable[..., list[Any]],
+    xla: Callable[..., Sequence[jax.Array]],
+    ffi: Callable[..., Any],
+) -> Primitive:
+    """Defines an op.
+
+    Args:
+        name: of the op; its FFI target is `jaxkv_<name>`.
+        abstract: types of the results, from types of the operands and the parameters.
+        xla: the op in plain jax.numpy.
+        ffi: the lowering rule of the custom call.
+    """
+    primitive = Primitive(f"jaxkv_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(abstract)
+    lower_xla = mlir.lower_fun(xla, multiple_results=True)
+
+    def lowering(platform: str | None) -> Callable[..., Any]:
+        def lower(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
+            built = platform is not None and native.available(platform)
+            if implementation == "ffi" and not built:
+                raise RuntimeError(_ffi_missing(platform or ", ".join(ctx.module_context.platforms)))
+            if implementation == "xla" or not built:
+                return lower_xla(ctx, *operands, **params)
+            return ffi(ctx, *operands, **params)
+
+        return lower
+
+    mlir.register_lowering(primitive, lowering(None))
+    for platform in FFI_PLATFORMS:
+        mlir.register_lowering(primitive, lowering(platform), platform=platform)
+    return primitive
+
+
+def guarded(name: str, instead: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """The operands, unchanged, past a point that vmap and differentiation do not pass.
+
+    Args:
+        name: of the op, for the message.
+        instead: what to do instead of vmap.
+        operands: of the op.
+    """
+    return _guard_p.bind(*operands, name=name, instead=instead)
+
+
+def result_types(operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The results vary over every manual mesh axis that an operand varies over (inside `shard_map`)."""
+    varying = frozenset().union(*(getattr(aval, "vma", None) or frozenset() for aval in operands))
+    return [aval.update(vma=varying) for aval in results] if varying else list(results)
+
+
+def _ffi_missing(platform: str) -> str:
+    why = native.why_not(platform) if platform in FFI_PLATFORMS else "handlers exist for cpu and cuda"
+    return f"implementation: 'ffi' is not available on platform {platform!r}: {why}"
+
+
+def _refuse_vmap(*_: Any, name: str, instead: str) -> Any:
+    raise NotImplementedError(f"jaxkv {name} cannot be vmapped: {instead}")
+
+
+def _refuse_gradient(*_: Any, name: str, instead: str) -> Any:
+    del instead
+    raise NotImplementedError(
+        f"jaxkv {name} cannot be differentiated, since it moves cached bytes: wrap its floating-point arguments in "
+        f"jax.lax.stop_gradient"
+    )
+
+
+_guard_p = Primitive("jaxkv_guard")
+_guard_p.multiple_results = True
+_guard_p.def_abstract_eval(lambda *avals, name, instead: list(avals))
+mlir.register_lowering(_guard_p, lambda ctx, *operands, name, instead: operands)
+batching.primitive_batchers[_guard_p] = _refuse_vmap
+ad.primitive_jvps[_guard_p] = _refuse_gradient

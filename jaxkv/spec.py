@@ -1,0 +1,176 @@
+"""CacheSpec, what a model's KV cache is, and PagedCache, the arrays of one together with it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from . import layouts
+from .layout import Layout, Sizes
+from .ops import checks
+from .ops.sharding import describe_pool
+from .ops.transfer import Transfer, leaf_kinds
+from .rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """A model's KV cache: everything but the number of pages.
+
+    Args:
+        layout: of the paged arrays: a `Layout`, a sentence, a pair of sentences (K, V), or the name of one of
+            `jaxkv.layouts`.
+        num_layers: layers in the cache.
+        num_kv_heads: KV heads a layer; 1 for MLA.
+        head_dim: elements of one head's K (or V); the latent row's elements for MLA.
+        page_size: tokens a page.
+        dtype: of the stored KV.
+        rope: how keys are rotated: one `Rope` for all layers, one (or None) per layer, or None.
+        rope_offset: where the rotated window starts in the row of a head (MLA keeps it behind the latent).
+        model: whatever tells caches of different weights or adapters apart; a chunk loads only under the same.
+
+    Raises:
+        ValueError: a size is no positive integer, or the layout cannot hold such KV.
+        TypeError: the dtype cannot be moved as whole bytes.
+    """
+
+    layout: Layout | str | tuple[str, str]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: DTypeLike
+    rope: Rope | tuple[Rope | None, ...] | None = None
+    rope_offset: int = 0
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", layouts.named(self.layout))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        checks.check_dtype(self.dtype, "dtype")
+        for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+            object.__setattr__(self, name, int(value))
+        if isinstance(self.rope, (list, tuple)):
+            object.__setattr__(self, "rope", tuple(self.rope))
+            if len(self.rope) != self.num_layers:
+                raise ValueError(f"rope: {len(self.rope)} entries for {self.num_layers} layers")
+        if not isinstance(self.model, str):
+            raise TypeError(f"model: expected a string, got {self.model!r}")
+        if not self._layout.has_axis("page"):
+            raise ValueError(f"layout: axis 'page' is missing in {str(self.layout)!r}, which is to hold pages")
+        for kv in range(len(self._layout.arrays)):
+            self._layout.shape(self.sizes, kv=kv)  # raises where the layout cannot hold such KV
+
+    @property
+    def planes(self) -> int:
+        """2 for K and V, 1 where the layout has one plane (MLA)."""
+        return self._layout.planes
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that layouts are checked against."""
+        return Sizes(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.planes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers, padding left out."""
+        return self.num_layers * self.sizes.row * np.dtype(self.dtype).itemsize
+
+    @property
+    def _layout(self) -> Layout:
+        assert isinstance(self.layout, Layout)  # made so above
+        return self.layout
+
+    def transfer(self, chunk: Layout, layers: range | None = None) -> Transfer:
+        """The transfer between these pages and a chunk layout, of all layers or some."""
+        layers = range(self.num_layers) if layers is None else layers
+        return Transfer(self._layout, chunk, self.sizes, (layers.start, layers.stop))
+
+    def shapes(self, num_pages: int) -> list[tuple[int, ...]]:
+        """Shapes of the cache's arrays, in the order of the layout's levels."""
+        return [self._layout.shape(self.sizes, num_pages, kv=kind) for kind in leaf_kinds(self._layout, self.sizes)]
+
+    def empty(self, num_pages: int, *, sharding: Any = None) -> "PagedCache":
+        """A cache of zero bytes.
+
+        Args:
+            num_pages: pages of each array.
+            sharding: a device or sharding for the arrays, by default JAX's own choice.
+
+        Raises:
+            ValueError: `num_pages` is no positive integer.
+        """
+        if isinstance(num_pages, bool) or not isinstance(num_pages, (int, np.integer)) or num_pages < 1:
+            raise ValueError(f"num_pages: expected an int of at least 1, got {num_pages!r}")
+        arrays = [jnp.zeros(shape, self.dtype, device=sharding) for shape in self.shapes(int(num_pages))]
+        return PagedCache(checks.nested(arrays, self._layout, self.sizes), self)
+
+    def check(self, pages: Any) -> "Pool":
+        """Checks arrays against this spec and says what they are.
+
+        Raises:
+            TypeError: a leaf is no array, or of another dtype.
+            ValueError: the pytree is not of the layout's levels, an array does not fit its sentence, two arrays
+                disagree, one was deleted, or one is not in device memory.
+            NotImplementedError: an array is sharded over another axis than heads.
+        """
+        leaves, structure = checks.arrays_of(pages, self._layout, self.num_layers, "pages")
+        checks.check_same_dtype(leaves, self.dtype, "pages")
+        num_pages, described = describe_pool(self._layout, self.sizes, tuple(leaf.shape for leaf in leaves))
+        if num_pages * self.page_size > checks.INT32_MAX:
+            raise ValueError(
+                f"pages: {num_pages} pages of {self.page_size} tokens are more slots than int32 can number"
+            )
+        if not any(map(checks.is_traced, leaves)):
+            checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
+        return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """The arrays of a cache, checked: its leaves in order, their pytree, and how many pages and slots they hold."""
+
+    leaves: tuple[jax.Array, ...]
+    structure: Any
+    num_pages: int
+    num_slots: int
+
+    @property
+    def traced(self) -> bool:
+        """Whether a function over these arrays is being traced."""
+        return any(map(checks.is_traced, self.leaves))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Paged KV arrays and what they are; a pytree whose leaves are the arrays.
+
+    Attributes:
+        pages: the arrays as `spec.layout` describes them: a tuple of one array a layer for a sentence without
+            levels, one bare array where the sentence has a `layer` axis.
+        spec: what they hold.
+    """
+
+    pages: Any
+    spec: CacheSpec = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spec, CacheSpec):
+            raise TypeError(f"spec: expected a CacheSpec, got {type(self.spec).__name__}")
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each array."""
+        return self.spec.check(self.pages).num_pages
+
+    @property
+    def num_slots(self) -> int:
+        """Slots: pages times tokens a page."""
+        return self.spec.check(self.pages).num_slots

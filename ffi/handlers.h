@@ -10,7 +10,9 @@
 
 #define JAXKV_FOR_EACH_OP(X) \
   X(gather, Gather)          \
-  X(scatter, Scatter)
+  X(scatter, Scatter)        \
+  X(place, Place)            \
+  X(fetch, Fetch)
 
 #define JAXKV_DECLARE(stem, Stem)                     \
   XLA_FFI_DECLARE_HANDLER_SYMBOL(Jaxkv##Stem##Cpu); \

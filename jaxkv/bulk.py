@@ -5,42 +5,21 @@ gathered (or the last is scattered). So the device memory a call takes is that o
 tokens; and every chunk of a store has the same shape, so that a request of another length compiles nothing.
 """
 
-import functools
-from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from . import host
 from .chunk import Chunk, ChunkFormat, Fingerprint, as_format
-from .layout import Layout
+from .host import Restore, groups_of
 from .ops import checks, primitive
-from .ops.gather import gather_leaves
-from .ops.scatter import scatter_leaves
-from .ops.sharding import describe
-from .ops.transfer import Transfer
-from .plans import Plan, Ranges, check_ranges, check_skip_prefix
+from .plans import Plan, Ranges, check_chunks, check_ranges, check_skip_prefix, known
 from .plans import plan as make_plan
 from .spec import CacheSpec, PagedCache, Pool
 from .tuning import Tuning
-
-
-class Group(NamedTuple):
-    """Layers that share an array of a chunk: their transfer, and the pool leaves it touches."""
-
-    transfer: Transfer
-    leaves: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=256)
-def groups_of(spec: CacheSpec, format: ChunkFormat) -> tuple[Group, ...]:
-    """The groups of a format, in the order of a chunk's arrays."""
-    assert isinstance(format.layout, Layout)  # made so by ChunkFormat
-    return tuple(Group(*spec.transfer(format.layout, layers).narrowed()) for layers in format.groups(spec.num_layers))
 
 
 def store(
@@ -55,6 +34,8 @@ def store(
     format: Any = None,
     skip_prefix: Any = 0,
     out_of_range: str = "raise",
+    into: Iterable[Chunk] = (),
+    path: str | None = None,
     implementation: str | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Chunk, ...]:
@@ -78,6 +59,9 @@ def store(
         skip_prefix: tokens below this index are treated as having a negative slot.
         out_of_range: "raise", or "skip" to treat slots past the pool as negative ones; under a tracer, and with
             "skip", no device array is read.
+        into: chunks that are no longer needed: their pinned buffers take the new ones, and they are consumed. With
+            enough of them no host memory is pinned, and the copy engine fills them directly.
+        path: "overlapped", "engine" or "direct" (see `jaxkv.host`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
 
@@ -88,7 +72,7 @@ def store(
         TypeError: an argument is of the wrong type.
         ValueError: arguments do not fit one another, or a concrete slot is past the pool; nothing was launched.
         NotImplementedError: the pages are sharded over another axis than heads.
-        RuntimeError: `implementation="ffi"` where no handlers were built.
+        RuntimeError: `implementation="ffi"` where no handlers were built, or a `path` that is not possible.
     """
     spec, pool, tuning = _check_call(cache, implementation, tuning)
     checks.check_out_of_range(out_of_range)
@@ -104,19 +88,29 @@ def store(
     position = _positions(positions, slot.shape[0])
     table, valid, held = _rows_of(slot, ranges, rows, prefix, pool.num_slots, out_of_range)
 
-    ring = deque(() if pool.traced else _empty_staging(groups, pool, rows, spec, tuning.staging))
+    recycled = _recycled(into, spec, format, rows, len(ranges.starts), pool)
+    traced = any(map(checks.is_traced, (*pool.leaves, table)))
+    options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
+    hosts = [array for chunk in recycled for array in chunk.data] if recycled else None
+    nbytes = len(ranges.starts) * rows * spec.bytes_per_token
+    way = host.choose(path, pool, hosts, nbytes=nbytes, **options)
+    if len(ranges.starts) == 0:
+        return ()
+    if traced:
+        data = host.save_traced(pool, table, groups, implementation)
+    elif way.path == "overlapped":
+        for array in hosts or ():
+            array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
+        data = host.save_overlapped(pool, table, groups, way, implementation)
+    else:
+        held_back = len(recycled)
+        data = host.save_into(pool, table[:held_back], groups, way, [chunk.data for chunk in recycled])
+        if held_back < len(table):
+            rest = host.choose("overlapped", pool, None, nbytes=nbytes, **options)
+            data += host.save_overlapped(pool, table[held_back:], groups, rest, implementation)
+    at = _rows_from(position, ranges, rows)
     fingerprint = Fingerprint.of(spec, format)
-    chunks = []
-    for k, (start, end) in enumerate(zip(ranges.starts.tolist(), ranges.ends.tolist(), strict=True)):
-        if pool.traced:
-            data = _gather_groups(table[k], pool.leaves, groups, implementation)
-        else:
-            # The ring's oldest buffers take the next chunk, once its own copy to the host has left them.
-            data = _gather_step(ring.popleft(), table[k], pool.leaves, groups=groups, implementation=implementation)
-            ring.append(data)
-        at = _padded(position[start:end], rows)
-        chunks.append(Chunk(host.place(data), np.int32(held[k]), at, valid[k], fingerprint))
-    return tuple(chunks)
+    return tuple(Chunk(arrays, np.int32(held[k]), at[k], valid[k], fingerprint) for k, arrays in enumerate(data))
 
 
 def load(
@@ -125,15 +119,16 @@ def load(
     slots: Any = None,
     *,
     donate: bool = True,
+    path: str | None = None,
     implementation: str | None = None,
     tuning: Tuning | None = None,
     **options: Any,
 ) -> PagedCache:
     """Copies chunks into the pages.
 
-    `load(cache, chunks, slots, **options)` is `load(cache, plan(cache, chunks, slots, **options))`. Device memory
-    is bounded by waiting for a chunk's arrival before the one `tuning.staging` further on is sent; the scatters
-    themselves are not waited for.
+    `load(cache, chunks, slots, **options)` is `load(cache, plan(cache, chunks, slots, **options))`. On the device it
+    takes `tuning.staging` chunks of memory. Dispatched, not waited for, except on the overlapped path, which bounds
+    that memory by waiting for a chunk's arrival before it sends the one `tuning.staging` further on.
 
     Args:
         cache: the pages; consumed unless `donate=False`: its arrays are deleted, even where the backend made a
@@ -141,6 +136,7 @@ def load(
         chunks: the chunks, or a plan made by `plan`.
         slots: integers `[tokens]`, the slot of each token (not with a plan).
         donate: whether the cache is consumed; if not, the pages are copied once.
+        path: "overlapped", "engine" or "direct" (see `jaxkv.host`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
         **options: of `plan`: `starts`, `ends`, `gaps`, `skip_prefix`, `out_of_range`, `unique_slots`.
@@ -163,102 +159,46 @@ def load(
         if slots is None:
             raise TypeError("slots: missing; give the slot of each token, or a plan")
         plan = make_plan(cache, chunks, slots, **options)
-    if donate and not pool.traced:
+    # What is traced need not be the pages: a jitted function may close over them, and they outlive its tracing.
+    traced = any(map(checks.is_traced, (*pool.leaves, *jax.tree.leaves(plan))))
+    if donate and not traced:
         _check_distinct(pool)
 
     moving = [k for k in range(len(plan.chunks)) if _may_move(plan.slots_of(k))]
     zeroing = _may_move(plan.zero_slots)
     if not moving and not zeroing:
-        return cache
-    leaves = list(pool.leaves)
-    shardings = {k: _chunk_shardings(plan.chunks[k], spec, pool) for k in moving}
-    staged = deque(host.fetch(plan.chunks[k].data, shardings[k]) for k in moving[: tuning.staging])
-    step = _scatter_groups if pool.traced else (_scatter_in_place if donate else _scatter_into_copy)
+        # Not the caller's own arrays: who keeps the cache may well donate the result.
+        return cache if donate or traced else jax.tree.map(jnp.copy, cache)
+    parts = [(plan.slots_of(k), plan.chunks[k].data, groups_of(spec, plan.chunks[k].format)) for k in moving]
+    nbytes = sum(plan.chunks[k].nbytes for k in moving)
+    way = host.choose(
+        path,
+        pool,
+        [array for _, data, _ in parts for array in data],
+        traced=traced,
+        nbytes=nbytes,
+        implementation=implementation,
+        tuning=tuning,
+    )
+    restore = Restore(pool, donate=donate, traced=traced, implementation=implementation)
     try:
-        for at, k in enumerate(moving):
-            data = staged.popleft()
-            groups = groups_of(spec, plan.chunks[k].format)
-            leaves = step(leaves, plan.slots_of(k), data, groups=groups, implementation=implementation)
-            step = step if pool.traced else _scatter_in_place
-            if at + tuning.staging < len(moving):
-                jax.block_until_ready(() if pool.traced else data)
-                ahead = moving[at + tuning.staging]
-                staged.append(host.fetch(plan.chunks[ahead].data, shardings[ahead]))
+        if way.path == "overlapped":
+            shardings = [None if traced else _shardings(groups, pool, slots.shape[0]) for slots, _, groups in parts]
+            restore.overlapped(parts, shardings, tuning.staging)
+        else:
+            restore.from_pinned(parts, way)
         if zeroing:
-            group = groups_of(spec, as_format(spec, None))
             # Padded to a power of two, so that few programs serve all lengths.
             size = 1 << (plan.zero_slots.shape[0] - 1).bit_length()
-            slots = _padded(plan.zero_slots, size, fill=-1)
-            leaves = step(leaves, slots, (), groups=group, implementation=implementation)
+            restore.scatter(_padded(plan.zero_slots, size), (), groups_of(spec, as_format(spec, None)))
     except Exception as error:
-        error.cache = PagedCache(jax.tree.unflatten(pool.structure, leaves), spec)  # type: ignore[attr-defined]
+        error.cache = PagedCache(jax.tree.unflatten(pool.structure, restore.leaves), spec)  # type: ignore[attr-defined]
         raise
-    if donate and not pool.traced:
+    leaves = restore.leaves
+    if donate and not any(map(checks.is_traced, leaves)):
         for leaf in pool.leaves:
             leaf.delete()
     return PagedCache(jax.tree.unflatten(pool.structure, leaves), spec)
-
-
-def _gather_groups(
-    slots: Any, leaves: Sequence[jax.Array], groups: tuple[Group, ...], implementation: str | None
-) -> tuple[jax.Array, ...]:
-    return tuple(
-        part
-        for transfer, numbers in groups
-        for part in gather_leaves(
-            jnp.asarray(slots),
-            [leaves[i] for i in numbers],
-            transfer=transfer,
-            num_chunks=1,
-            implementation=implementation,
-        )
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("groups", "implementation"), donate_argnames="staging", keep_unused=True)
-def _gather_step(
-    staging: tuple[jax.Array, ...],
-    slots: Any,
-    leaves: Sequence[jax.Array],
-    *,
-    groups: tuple[Group, ...],
-    implementation: str | None,
-) -> tuple[jax.Array, ...]:
-    """Gathers one chunk into the buffers of an earlier one: they are donated, and of the results' shapes."""
-    del staging
-    return _gather_groups(slots, leaves, groups, implementation)
-
-
-def _scatter_groups(
-    leaves: Sequence[jax.Array],
-    slots: Any,
-    data: tuple[jax.Array, ...],
-    *,
-    groups: tuple[Group, ...],
-    implementation: str | None,
-) -> list[jax.Array]:
-    """Scatters one chunk, or zero bytes where `data` is empty."""
-    out, parts, slots = list(leaves), list(data), jnp.asarray(slots)
-    for transfer, numbers in groups:
-        held = len(transfer.chunk_kinds) if data else 0
-        written = scatter_leaves(
-            slots,
-            parts[:held],
-            [out[i] for i in numbers],
-            transfer=transfer,
-            num_chunks=1 if data else 0,
-            rows=slots.shape[0] if data else 0,
-            implementation=implementation,
-        )
-        parts = parts[held:]
-        for i, leaf in zip(numbers, written, strict=True):
-            out[i] = leaf
-    return out
-
-
-_STEP = ("groups", "implementation")
-_scatter_in_place = jax.jit(_scatter_groups, static_argnames=_STEP, donate_argnames="leaves")
-_scatter_into_copy = jax.jit(_scatter_groups, static_argnames=_STEP)
 
 
 def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | None) -> tuple[CacheSpec, Pool, Tuning]:
@@ -270,13 +210,17 @@ def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | 
 
 def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
     """A plan may have been made for another pool, or for none: its slots are checked against this one."""
-    for chunk in plan.chunks:
-        different = chunk.fingerprint.difference(spec)
-        if different:
-            raise ValueError(f"plan: made for another cache: {different}")
-    if plan.out_of_range == "raise" and isinstance(plan.slots, np.ndarray):
-        for slots in (plan.slots, plan.zero_slots):
-            checks.check_slots_in_pool(slots, pool.num_slots)
+    check_chunks(spec, plan.chunks)
+    if plan.out_of_range != "raise" or checks.is_traced(plan.slots):
+        return
+    parts = {f"row {{}} of chunk {k}": plan.slots_of(k) for k in range(len(plan.chunks))}
+    for name, slots in {**parts, "gap slot {}": plan.zero_slots}.items():
+        slots = known(slots, read=True)
+        for row in np.flatnonzero(slots >= pool.num_slots):
+            raise ValueError(
+                f"plan: {name.format(row)} has slot {slots[row]}, but the pool has {pool.num_slots} slots; plan with "
+                f"out_of_range='skip' to leave such tokens out"
+            )
 
 
 def _check_distinct(pool: Pool) -> None:
@@ -340,33 +284,46 @@ def _positions(positions: Any, num_tokens: int) -> Any:
     return values.astype(np.int32)
 
 
-def _padded(values: Any, size: int, fill: int = 0) -> Any:
+def _rows_from(values: Any, ranges: Ranges, rows: int) -> Any:
+    """Values by token to `[chunks, rows]`, 0 in rows without a token."""
+    token = ranges.starts[:, None] + np.arange(rows, dtype=np.int32)
+    given = token < ranges.ends[:, None]
     xp = np if isinstance(values, np.ndarray) else jnp
-    return xp.pad(values, (0, size - values.shape[0]), constant_values=fill)
+    return xp.where(given, values[np.where(given, token, 0)], xp.asarray(0, values.dtype))
 
 
-def _chunk_leaves(groups: tuple[Group, ...], pool: Pool, rows: int) -> list[Any]:
-    """Where each array of a chunk of this pool is to be on the device: its shape and sharding."""
-    out = []
-    for transfer, numbers in groups:
-        arrays = [pool.leaves[i] for i in numbers]
-        leaves = describe(transfer, rows, tuple(x.shape for x in arrays), 1, rows)
-        sharding = arrays[0].sharding
-        axes = leaves.split(arrays).mesh_axes
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        out += [(leaf.shape, sharding if mesh is None else leaf.sharding(mesh, axes)) for leaf in leaves.chunks]
-    return out
+def _recycled(
+    into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int, pool: Pool
+) -> list[Chunk]:
+    """The chunks whose buffers a store takes, checked: as many as it needs, or as there are."""
+    chunks = list(into)[:count]
+    shapes = format.shapes(spec, rows)
+    seen: set[int] = set()
+    for k, chunk in enumerate(chunks):
+        if not isinstance(chunk, Chunk):
+            raise TypeError(f"into: entry {k} is no Chunk but {type(chunk).__name__}")
+        for array, shape in zip(chunk.data, shapes, strict=False):
+            if checks.is_traced(array):
+                raise TypeError("into: chunks are recycled outside of jit alone")
+            if array.is_deleted() or id(array) in seen:
+                raise ValueError(f"into: chunk {k} was deleted, or is given twice")
+            seen.add(id(array))
+            if array.shape != shape or array.dtype != spec.dtype or len(chunk.data) != len(shapes):
+                raise ValueError(
+                    f"into: chunk {k} has arrays of {[(a.shape, str(a.dtype)) for a in chunk.data]}, this store needs "
+                    f"{[(s, str(np.dtype(spec.dtype))) for s in shapes]}"
+                )
+            if array.sharding.memory_kind != host.PINNED:
+                raise ValueError(
+                    f"into: chunk {k} is in memory kind {array.sharding.memory_kind!r}, expected {host.PINNED!r}"
+                )
+    return chunks
 
 
-def _chunk_shardings(chunk: Chunk, spec: CacheSpec, pool: Pool) -> list[Any]:
-    if pool.traced:
-        return [None] * len(chunk.data)
-    return [sharding for _, sharding in _chunk_leaves(groups_of(spec, chunk.format), pool, chunk.num_rows)]
+def _shardings(groups: tuple[host.Group, ...], pool: Pool, rows: int) -> list[Any]:
+    return [sharding for _, sharding in host.chunk_places(groups, pool, rows)]
 
 
-def _empty_staging(
-    groups: tuple[Group, ...], pool: Pool, rows: int, spec: CacheSpec, count: int
-) -> list[tuple[jax.Array, ...]]:
-    """The ring of a store, filled by nothing yet."""
-    places = _chunk_leaves(groups, pool, rows)
-    return [tuple(jnp.empty(shape, spec.dtype, device=sharding) for shape, sharding in places) for _ in range(count)]
+def _padded(slots: Any, size: int) -> Any:
+    xp = np if isinstance(slots, np.ndarray) else jnp
+    return xp.pad(slots, (0, size - slots.shape[0]), constant_values=-1)

@@ -55,10 +55,15 @@ class ChunkFormat:
         object.__setattr__(self, "layers_per_array", count)
 
     @property
+    def array_layout(self) -> Layout:
+        """`layout`, parsed."""
+        assert isinstance(self.layout, Layout)  # made so above
+        return self.layout
+
+    @property
     def axes(self) -> tuple[tuple[str, ...], ...]:
         """The axes of one array, each with the names fused in it."""
-        assert isinstance(self.layout, Layout)  # made so above
-        return self.layout.arrays[0]
+        return self.array_layout.arrays[0]
 
     def groups(self, num_layers: int) -> tuple[range, ...]:
         """The layers that each array (or pair of arrays) of a chunk holds, in order."""
@@ -67,11 +72,10 @@ class ChunkFormat:
 
     def shapes(self, spec: CacheSpec, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of all arrays of a chunk of `num_tokens` rows."""
-        assert isinstance(self.layout, Layout)  # made so above
         return tuple(
             shape
             for layers in self.groups(spec.num_layers)
-            for shape in spec.transfer(self.layout, layers).chunk_shapes(num_tokens)
+            for shape in spec.transfer(self.array_layout, layers).chunk_shapes(num_tokens)
         )
 
     def shape(self, spec: CacheSpec, num_tokens: int) -> tuple[int, ...]:

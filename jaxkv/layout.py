@@ -285,7 +285,7 @@ def _parse_one(sentence: str) -> tuple[tuple[str, ...], tuple[Unit, ...]]:
             units.append(tuple(group))
             group = None
         elif mark == "|":
-            if group is not None or seen_bar:
+            if group is not None or seen_bar or not units or any(len(unit) != 1 for unit in units):
                 raise fault("a stray '|'", start)
             levels, units, seen_bar = tuple(axis for unit in units for axis in unit), [], True
             for level in levels:

@@ -121,13 +121,16 @@ def plan(
     if gaps not in GAPS:
         raise ValueError(f"gaps: {gaps!r} is unknown, expected one of {GAPS}")
     parts = check_chunks(spec, chunks)
-    slot_of_token = checks.slots_int32(slots, read=out_of_range == "raise")
+    read = out_of_range == "raise"
+    slot_of_token = checks.slots_int32(slots, read=read)
     num_tokens = slot_of_token.shape[0]
-    ranges = _load_ranges(parts, num_tokens, starts, ends)
+    # Chunks that come out of a jitted store have these on the device, where they are as concrete as any other.
+    held, real = ([known(x, read) for x in xs] for xs in ([c.num_tokens for c in parts], [c.valid for c in parts]))
+    ranges = _load_ranges(parts, held, num_tokens, starts, ends)
     prefix = check_skip_prefix(skip_prefix)
 
     xp: Any = np
-    values = (slot_of_token, ranges.starts, prefix, *(x for c in parts for x in (c.num_tokens, c.valid)))
+    values = (slot_of_token, ranges.starts, prefix, *held, *real)
     if any(isinstance(value, jax.Array) for value in values):
         xp = jnp
 
@@ -140,8 +143,8 @@ def plan(
     given &= token < num_tokens
     token = xp.where(given, token, xp.asarray(0, token.dtype))
     slot = xp.asarray(slot_of_token)[token] if num_tokens else xp.full(row.shape, -1, np.int32)
-    real = xp.concatenate([xp.asarray(c.valid) for c in parts]) if parts else np.zeros(0, bool)
-    taken = given & real & (token >= prefix) & (slot >= 0)
+    real_row = xp.concatenate([xp.asarray(x) for x in real]) if parts else np.zeros(0, bool)
+    taken = given & real_row & (token >= prefix) & (slot >= 0)
 
     limit = checks.INT32_MAX if num_slots is None else num_slots
     outside = taken & (slot >= limit)
@@ -152,9 +155,10 @@ def plan(
     num_given, num_taken, num_outside = (x.sum(dtype=np.int32) for x in (given, taken, outside))
 
     zeroed, zero_slots, gap_counts = _gaps(
-        gaps, ranges, num_tokens, slot_of_token, prefix, limit, final, xp, out_of_range
+        gaps, ranges, num_tokens, slot_of_token, prefix, num_slots, final, xp, out_of_range
     )
     if not unique_slots:
+        zero_slots = _last_wins(zero_slots, xp, num_slots)  # the ops want distinct slots, also for zeros
         final = _last_wins(final, xp, num_slots)
     counts = Counts(
         num_taken - num_outside + gap_counts.moved,
@@ -206,13 +210,21 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk]) -> list[Chunk]:
     return parts
 
 
+def known(values: Any, read: bool) -> Any:
+    """Values as NumPy where they are known and may be read (which waits for a device array), else as they are."""
+    if isinstance(values, jax.Array) and (checks.is_traced(values) or not read):
+        return values
+    return np.asarray(values)
+
+
 def check_skip_prefix(skip_prefix: Any) -> Any:
     """The prefix as an int (or a traced int32); ValueError where it is negative, TypeError where no integer."""
-    if checks.is_traced(skip_prefix):
-        return skip_prefix.astype(jnp.int32)
-    value = np.asarray(skip_prefix)
+    traced = checks.is_traced(skip_prefix)
+    value = skip_prefix if traced else np.asarray(skip_prefix)
     if value.ndim or not np.issubdtype(value.dtype, np.integer):
         raise TypeError(f"skip_prefix: expected an integer, got {skip_prefix!r}")
+    if traced:
+        return value.astype(jnp.int32)
     if value < 0:
         raise ValueError(f"skip_prefix: expected an integer of at least 0, got {skip_prefix!r}")
     return np.int32(min(int(value), checks.INT32_MAX))
@@ -254,13 +266,22 @@ def _pool_of(cache: PagedCache | CacheSpec, num_pages: int | None) -> tuple[Cach
 
 
 def _load_ranges(
-    chunks: Sequence[Chunk], num_tokens: int, starts: Sequence[int] | None, ends: Sequence[int] | None
+    chunks: Sequence[Chunk],
+    tokens: Sequence[Any],
+    num_tokens: int,
+    starts: Sequence[int] | None,
+    ends: Sequence[int] | None,
 ) -> Ranges:
-    traced = any(checks.is_traced(chunk.num_tokens) for chunk in chunks)
+    traced = any(isinstance(count, jax.Array) for count in tokens)
     if traced:
-        held: Any = jnp.stack([jnp.asarray(chunk.num_tokens, jnp.int32) for chunk in chunks])
+        held: Any = jnp.stack([jnp.asarray(count, jnp.int32) for count in tokens])
     else:
-        held = np.asarray([int(chunk.num_tokens) for chunk in chunks], np.int32)
+        held = np.asarray([int(count) for count in tokens], np.int32)
+        for k, chunk in enumerate(chunks):
+            if not 0 <= held[k] <= chunk.num_rows:
+                raise ValueError(
+                    f"chunks: chunk {k} is to hold {held[k]} tokens, its arrays have {chunk.num_rows} rows"
+                )
     if starts is None and ends is None:
         last = (jnp if traced else np).cumsum(held, dtype=np.int32)
         if not traced and held.sum() != num_tokens:
@@ -271,13 +292,11 @@ def _load_ranges(
         return Ranges(last - held, last)
     if starts is None or ends is None:
         raise ValueError(f"starts and ends: give both or neither, got {starts!r} and {ends!r}")
+    if not len(starts) == len(ends) == len(chunks):
+        raise ValueError(f"starts, ends and chunks: {len(starts)} starts, {len(ends)} ends and {len(chunks)} chunks")
     ranges = check_ranges(starts, ends, num_tokens)
-    if len(ranges.starts) != len(chunks):
-        raise ValueError(
-            f"starts, ends and chunks: {len(ranges.starts)} starts, {len(ranges.ends)} ends and {len(chunks)} chunks"
-        )
     if not traced:
-        for k in np.flatnonzero(ranges.sizes != held):
+        for k in np.flatnonzero(ranges.sizes != held).tolist():
             raise ValueError(
                 f"chunks: chunk {k} has {held[k]} rows, its range [{ranges.starts[k]}, {ranges.ends[k]}) has "
                 f"{ranges.sizes[k]} tokens"
@@ -323,7 +342,7 @@ def _gaps(
     num_tokens: int,
     slots: Any,
     prefix: Any,
-    limit: int,
+    num_slots: int | None,
     written: Any,
     xp: Any,
     out_of_range: str,
@@ -342,12 +361,13 @@ def _gaps(
     for start, end in zip(ranges.starts[used], ranges.ends[used], strict=True):
         covered[start:end] = True
     gap = ~covered & (index >= ranges.starts[used].min()) & (index < ranges.ends[used].max())
-    token = np.flatnonzero(gap)
+    token = np.flatnonzero(gap).astype(np.int32)
+    limit = checks.INT32_MAX if num_slots is None else num_slots
     slot = xp.asarray(slots)[token]
     taken = (slot >= 0) & (token >= prefix)
     outside = taken & (slot >= limit)
     if xp is np and out_of_range == "raise":
-        _raise_for(outside, token, slot, limit)
+        _raise_for(outside, token, slot, num_slots)
     zeros = xp.where(taken & ~outside, slot, xp.asarray(-1, np.int32))
     zeros = xp.where(xp.isin(zeros, written), xp.asarray(-1, np.int32), zeros)
     moved, outside_count = ((taken & ~outside).sum(dtype=np.int32), outside.sum(dtype=np.int32))

@@ -62,15 +62,15 @@ class CacheSpec:
                 raise ValueError(f"rope: {len(self.rope)} entries for {self.num_layers} layers")
         if not isinstance(self.model, str):
             raise TypeError(f"model: expected a string, got {self.model!r}")
-        if not self._layout.has_axis("page"):
+        if not self.pool_layout.has_axis("page"):
             raise ValueError(f"layout: axis 'page' is missing in {str(self.layout)!r}, which is to hold pages")
-        for kv in range(len(self._layout.arrays)):
-            self._layout.shape(self.sizes, kv=kv)  # raises where the layout cannot hold such KV
+        for kv in range(len(self.pool_layout.arrays)):
+            self.pool_layout.shape(self.sizes, kv=kv)  # raises where the layout cannot hold such KV
 
     @property
     def planes(self) -> int:
         """2 for K and V, 1 where the layout has one plane (MLA)."""
-        return self._layout.planes
+        return self.pool_layout.planes
 
     @property
     def sizes(self) -> Sizes:
@@ -83,18 +83,21 @@ class CacheSpec:
         return self.num_layers * self.sizes.row * np.dtype(self.dtype).itemsize
 
     @property
-    def _layout(self) -> Layout:
+    def pool_layout(self) -> Layout:
+        """`layout`, parsed."""
         assert isinstance(self.layout, Layout)  # made so above
         return self.layout
 
     def transfer(self, chunk: Layout, layers: range | None = None) -> Transfer:
         """The transfer between these pages and a chunk layout, of all layers or some."""
         layers = range(self.num_layers) if layers is None else layers
-        return Transfer(self._layout, chunk, self.sizes, (layers.start, layers.stop))
+        return Transfer(self.pool_layout, chunk, self.sizes, (layers.start, layers.stop))
 
     def shapes(self, num_pages: int) -> list[tuple[int, ...]]:
         """Shapes of the cache's arrays, in the order of the layout's levels."""
-        return [self._layout.shape(self.sizes, num_pages, kv=kind) for kind in leaf_kinds(self._layout, self.sizes)]
+        return [
+            self.pool_layout.shape(self.sizes, num_pages, kv=kind) for kind in leaf_kinds(self.pool_layout, self.sizes)
+        ]
 
     def empty(self, num_pages: int, *, sharding: Any = None) -> "PagedCache":
         """A cache of zero bytes.
@@ -109,7 +112,7 @@ class CacheSpec:
         if isinstance(num_pages, bool) or not isinstance(num_pages, (int, np.integer)) or num_pages < 1:
             raise ValueError(f"num_pages: expected an int of at least 1, got {num_pages!r}")
         arrays = [jnp.zeros(shape, self.dtype, device=sharding) for shape in self.shapes(int(num_pages))]
-        return PagedCache(checks.nested(arrays, self._layout, self.sizes), self)
+        return PagedCache(checks.nested(arrays, self.pool_layout, self.sizes), self)
 
     def check(self, pages: Any) -> "Pool":
         """Checks arrays against this spec and says what they are.
@@ -120,9 +123,9 @@ class CacheSpec:
                 disagree, one was deleted, or one is not in device memory.
             NotImplementedError: an array is sharded over another axis than heads.
         """
-        leaves, structure = checks.arrays_of(pages, self._layout, self.num_layers, "pages")
+        leaves, structure = checks.arrays_of(pages, self.pool_layout, self.num_layers, "pages")
         checks.check_same_dtype(leaves, self.dtype, "pages")
-        num_pages, described = describe_pool(self._layout, self.sizes, tuple(leaf.shape for leaf in leaves))
+        num_pages, described = describe_pool(self.pool_layout, self.sizes, tuple(leaf.shape for leaf in leaves))
         if num_pages * self.page_size > checks.INT32_MAX:
             raise ValueError(
                 f"pages: {num_pages} pages of {self.page_size} tokens are more slots than int32 can number"

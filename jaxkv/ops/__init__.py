@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ..layout import Layout, Sizes
+from ..layouts import named
 from . import checks, primitive
 from .gather import gather_leaves
 from .scatter import last_wins, scatter_leaves
@@ -27,8 +28,8 @@ def gather(
     pages: Any,
     slots: Any,
     *,
-    pool: Layout | str,
-    chunk: Layout | str,
+    pool: Layout | str | tuple[str, str],
+    chunk: Layout | str | tuple[str, str],
     sizes: Sizes,
     layers: range | None = None,
     out_of_range: str = "raise",
@@ -39,7 +40,7 @@ def gather(
     Args:
         pages: the pool: the pytree of arrays that `pool` describes, `sizes.layers` layers.
         slots: integers `[n]`, `page * page_size + token`. A negative slot gives a row of zero bytes.
-        pool: layout of the pages.
+        pool: layout of the pages: a `Layout`, a sentence (or one each for K and V), or a name of `jaxkv.layouts`.
         chunk: layout of the rows, for example `"kv layer token (head dim)"`.
         sizes: the model's sizes.
         layers: the layers to move, by default all.
@@ -52,7 +53,8 @@ def gather(
 
     Raises:
         TypeError: a page is no array, slots are no integers, or the dtype has no whole bytes.
-        ValueError: an array does not fit its layout, or a concrete slot is past the pool.
+        ValueError: an array does not fit its layout, `layers` is no range of the pool's, or a concrete slot is
+            past the pool.
         RuntimeError: `implementation="ffi"` where no handlers were built.
     """
     transfer, leaves, _, numbers = _prepare(pages, pool, chunk, sizes, layers, implementation)
@@ -68,8 +70,8 @@ def scatter(
     rows: Any,
     slots: Any,
     *,
-    pool: Layout | str,
-    chunk: Layout | str,
+    pool: Layout | str | tuple[str, str],
+    chunk: Layout | str | tuple[str, str],
     sizes: Sizes,
     layers: range | None = None,
     unique_slots: bool = False,
@@ -82,7 +84,7 @@ def scatter(
         pages: the pool: the pytree of arrays that `pool` describes, `sizes.layers` layers.
         rows: one array, or the tuples of arrays that `chunk` describes, of the pages' dtype.
         slots: integers `[n]`, one for each row. A negative slot is skipped; of equal slots the last wins.
-        pool: layout of the pages.
+        pool: layout of the pages: a `Layout`, a sentence (or one each for K and V), or a name of `jaxkv.layouts`.
         chunk: layout of the rows.
         sizes: the model's sizes.
         layers: the layers to move, by default all.
@@ -126,21 +128,25 @@ def scatter(
 
 def _prepare(
     pages: Any,
-    pool: Layout | str,
-    chunk: Layout | str,
+    pool: Layout | str | tuple[str, str],
+    chunk: Layout | str | tuple[str, str],
     sizes: Sizes,
     layers: range | None,
     implementation: str | None,
 ) -> tuple[Transfer, list[jax.Array], Any, tuple[int, ...]]:
     """The transfer over the leaves it touches, all leaves, their structure, and the numbers of those touched."""
     primitive.check_implementation(implementation)
-    pool, chunk = (layout if isinstance(layout, Layout) else Layout(layout) for layout in (pool, chunk))
-    bounds = (0, sizes.layers) if layers is None else (layers.start, layers.stop)
-    whole = Transfer(pool, chunk, sizes, bounds)
+    layers = range(sizes.layers) if layers is None else layers
+    if not isinstance(layers, range) or layers.step != 1:
+        raise ValueError(f"layers: expected a range of neighbouring layers, got {layers!r}")
+    pool, chunk = named(pool), named(chunk)
+    whole = Transfer(pool, chunk, sizes, (layers.start, layers.stop))
     leaves, structure = checks.arrays_of(pages, pool, sizes.layers, "pages")
     checks.check_dtype(leaves[0].dtype, "pages")
     checks.check_same_dtype(leaves, leaves[0].dtype, "pages")
-    describe_pool(pool, sizes, tuple(leaf.shape for leaf in leaves))
+    num_pages, _ = describe_pool(pool, sizes, tuple(leaf.shape for leaf in leaves))
+    if num_pages * sizes.page_size > checks.INT32_MAX:
+        raise ValueError(f"pages: {num_pages} pages of {sizes.page_size} tokens are more slots than int32 can number")
     transfer, numbers = whole.narrowed()
     return transfer, leaves, structure, numbers
 
@@ -152,7 +158,7 @@ def _num_slots(transfer: Transfer, leaves: list[jax.Array]) -> int:
 
 def _slots(slots: Any, transfer: Transfer, leaves: list[jax.Array], out_of_range: str) -> Any:
     checks.check_out_of_range(out_of_range)
-    slots = checks.slots_int32(slots, read=out_of_range == "raise")
-    if not isinstance(slots, jax.Array) and out_of_range == "raise":
-        checks.check_slots_in_pool(slots, _num_slots(transfer, leaves))
-    return slots
+    narrow = checks.slots_int32(slots, read=out_of_range == "raise")
+    if not isinstance(narrow, jax.Array) and out_of_range == "raise":
+        checks.check_slots_in_pool(narrow, _num_slots(transfer, leaves), given=slots)
+    return narrow

@@ -1,5 +1,6 @@
 """What is checked before an op is launched: pools, rows and slots, each error naming the argument."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,16 +46,18 @@ def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[j
         if not is_traced(leaf) and leaf.is_deleted():
             where = name + jax.tree_util.keystr(path)
             raise ValueError(f"{where}: this array was deleted or donated to an earlier call; use that call's result")
-    expected = [layers if level == "layer" else 2 for level in layout.levels]
-    node, good = tree, len(paths) == layout.num_leaves(layers)
-    for size in expected:
-        if isinstance(node, Sequence):
-            good &= len(node) == size
-            node = node[0] if len(node) else ()
-    if not good:
+    if not _nested_as(tree, layout.levels, layers):
         found = f"{len(tree)} entries and {len(paths)} arrays" if isinstance(tree, Sequence) else f"{len(paths)} arrays"
         raise ValueError(f"{name}: got {found}, expected {_describe(layout, layers)}")
     return [leaf for _, leaf in paths], structure
+
+
+def _nested_as(tree: Any, levels: Sequence[str], layers: int) -> bool:
+    """Whether every level of a tree has its number of entries, as far as it is a sequence, and arrays at its end."""
+    sizes = [layers if level == "layer" else 2 for level in levels]
+    if not levels or not isinstance(tree, Sequence):
+        return len(jax.tree.leaves(tree)) == math.prod(sizes)
+    return len(tree) == sizes[0] and all(_nested_as(entry, levels[1:], layers) for entry in tree)
 
 
 def _describe(layout: Layout, layers: int) -> str:
@@ -132,11 +135,19 @@ def slots_int32(slots: Any, *, name: str = "slots", read: bool = True) -> Any:
     if slots.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {slots.shape}")
     if on_device and (is_traced(slots) or not read):
-        return _narrow_traced(slots)
+        return _narrow_traced(slots if is_traced(slots) else _in_device_memory(slots))
     slots = np.asarray(slots)
     if np.issubdtype(slots.dtype, np.unsignedinteger):
         return np.minimum(slots, slots.dtype.type(min(INT32_MAX, np.iinfo(slots.dtype).max))).astype(np.int32)
     return np.clip(slots.astype(np.int64), -1, INT32_MAX).astype(np.int32)
+
+
+def _in_device_memory(array: jax.Array) -> jax.Array:
+    """An array that XLA may index: one in host memory is copied to its own device first."""
+    kind = next(iter(array.devices())).default_memory().kind
+    if array.sharding.memory_kind in (None, kind):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind(kind))
 
 
 def _narrow_traced(slots: jax.Array) -> jax.Array:
@@ -150,12 +161,20 @@ def _narrow_traced(slots: jax.Array) -> jax.Array:
     return slots.astype(jnp.int32)
 
 
-def check_slots_in_pool(slots: np.ndarray, num_slots: int, *, name: str = "slots") -> None:
-    """Raises ValueError naming the first slot that is past the pool."""
+def check_slots_in_pool(slots: np.ndarray, num_slots: int, *, name: str = "slots", given: Any = None) -> None:
+    """Raises ValueError naming the first slot that is past the pool.
+
+    Args:
+        slots: int32 `[n]`.
+        num_slots: slots in the pool.
+        name: what to call them in the error.
+        given: the slots as the caller gave them, where int32 may have cut their values.
+    """
     bad = np.flatnonzero(slots >= num_slots)
     if bad.size:
+        value = (slots if given is None else np.asarray(given))[bad[0]]
         raise ValueError(
-            f"{name}: index {bad[0]} has slot {slots[bad[0]]}, but the pool has {num_slots} slots "
+            f"{name}: index {bad[0]} has slot {value}, but the pool has {num_slots} slots "
             f"(0 to {num_slots - 1}); pass out_of_range='skip' to leave such tokens out"
         )
 

@@ -162,3 +162,10 @@ def why_not(platform: str) -> str | None:
 def build_info() -> BuildInfo | None:
     """What the extension was compiled with; None if there is no extension."""
     return None if _extension is None else _extension.build_info()
+
+
+def platform_of(device: jax.Device) -> str:
+    """The platform of a device, under the name that handlers are built for: a "gpu" of NVIDIA is "cuda"."""
+    if device.platform == "gpu":
+        return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+    return device.platform

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.rope.models import MODELS, UNROTATED, RopeModel, type_of_architecture
+from jaxkv.rope.models import UNROTATED, RopeModel, model_named, type_of_architecture
 from jaxkv.rope.scaling import KNOWN_FIELDS, SCALINGS, SYNONYMS, Case, Config, Scaled
 from jaxkv.rotation import Pairing, checked_pairing
 
@@ -54,7 +54,7 @@ def read_config(config: Any, *, layer_type: str | None, sequence_length: int | N
         fields = Config(text)
         name = _model_type(fields) or name
     _refuse_unrotated(fields, name)
-    model = MODELS.get(name) if name else None
+    model = model_named(name)
     settings, theta, nested = _settings(fields, model, layer_type)
     rope_type = _rope_type(settings)
     head_dim, width = _widths(fields, settings, model, layer_type, nested)

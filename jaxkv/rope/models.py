@@ -60,7 +60,6 @@ def _models() -> Mapping[str, RopeModel]:
         "ernie4_5": RopeModel("interleaved", 5e5),
         "ernie4_5_moe": RopeModel("interleaved", 5e5),
         "exaone": RopeModel("half", 5e5),
-        "gemma3": RopeModel("half", 1e6, local_theta=1e4, local_unscaled=True),
         "gemma3_text": RopeModel("half", 1e6, local_theta=1e4, local_unscaled=True),
         "gemma3n_text": RopeModel("half", 1e6, local_theta=1e4, local_unscaled=True),
         "glm": RopeModel("interleaved", rotated=0.5),
@@ -84,9 +83,7 @@ def _models() -> Mapping[str, RopeModel]:
         "persimmon": RopeModel("half", rotated=0.5),
         "phi": RopeModel("half", rotated=0.5),
         "qwen2_5_omni_text": RopeModel("half", 1e6, interleaved_sections=False),
-        "qwen2_5_vl": RopeModel("half", 1e6, interleaved_sections=False),
         "qwen2_5_vl_text": RopeModel("half", 1e6, interleaved_sections=False),
-        "qwen2_vl": RopeModel("half", 1e6, interleaved_sections=False),
         "qwen2_vl_text": RopeModel("half", 1e6, interleaved_sections=False),
         "qwen3_5_moe_text": RopeModel("half", rotated=0.25, interleaved_sections=True),
         "qwen3_5_text": RopeModel("half", rotated=0.25, interleaved_sections=True),
@@ -118,6 +115,11 @@ UNROTATED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Model types whose keys are not rotated at all, and what they use instead."""
+
+
+def model_named(model_type: str | None) -> RopeModel | None:
+    """The rope facts of a model type; a multimodal one stands for its text part."""
+    return MODELS.get(f"{model_type}") or MODELS.get(f"{model_type}_text")
 
 
 def _squash(name: str) -> str:

@@ -72,5 +72,6 @@ def within(positions: Positions, limit: int) -> tuple[Positions, Positions]:
 
 
 def on_host(positions: Any) -> Any:
-    """Concrete positions as NumPy (a device array is waited for), traced ones as they are."""
-    return positions if isinstance(positions, jax.core.Tracer) else np.asarray(positions)
+    """A device array as NumPy (it is waited for); anything else, tracers too, as it is."""
+    read = isinstance(positions, jax.Array) and not isinstance(positions, jax.core.Tracer)
+    return np.asarray(positions) if read else positions

@@ -147,6 +147,7 @@ class Rope:
         *,
         pairing: str,
         rotary_dim: int | None = None,
+        pair_distance: int | None = None,
         attention_scaling: float = 1.0,
         mrope_section: Sequence[int] | None = None,
         mrope_interleaved: bool = False,
@@ -160,6 +161,7 @@ class Rope:
                 the `proportional` type).
             pairing: `"half"` or `"interleaved"`.
             rotary_dim: the width that the frequencies are meant for, to be checked.
+            pair_distance: channels between the two of a half-split pair; rotary_dim / 2 if None.
             attention_scaling: the factor on the model's tables.
             mrope_section: frequencies of each position component, for M-RoPE.
             mrope_interleaved: whether these sections alternate channel by channel.
@@ -175,16 +177,16 @@ class Rope:
         if values.ndim != 1:
             raise ValueError(f"inv_freq must be a row of numbers, got shape {values.shape}")
         check_width(len(values), rotary_dim, "frequencies")
+        axes = _axes(mrope_section, mrope_interleaved, len(values))
         turning = len(np.trim_zeros(values, "b"))
-        axes = None
-        if mrope_section is not None:
-            axes = mrope_axes(mrope_section, interleaved=mrope_interleaved, count=len(values))[:turning]
+        if pair_distance is None and pairing == "half":
+            pair_distance = len(values)
         return cls(
             checked_pairing(pairing),
             tuple(values[:turning].tolist()),
-            pair_distance=len(values) if pairing == "half" else None,
+            pair_distance=pair_distance,
             attention_scaling=float(attention_scaling),
-            axes=axes,
+            axes=axes and axes[:turning],
             regime=regime,
             description=f"{turning} given frequencies",
         )
@@ -229,15 +231,12 @@ class Rope:
         """
         tables, scaling = read_tables(cos, sin, rotary_dim=rotary_dim, attention_scaling=attention_scaling)
         positions, pairs = tables.cos.shape
-        axes = None
-        if mrope_section is not None:
-            axes = mrope_axes(mrope_section, interleaved=mrope_interleaved, count=pairs)
         return cls(
             checked_pairing(pairing),
             tables=tables,
             pair_distance=pair_distance,
             attention_scaling=scaling,
-            axes=axes,
+            axes=_axes(mrope_section, mrope_interleaved, pairs),
             regime=regime,
             description=f"given tables of {positions} positions",
         )
@@ -272,17 +271,11 @@ class Rope:
     def position_ok(self, old: ArrayLike | Sequence[int], new: ArrayLike | Sequence[int]) -> Positions:
         """Which tokens have positions that can be served.
 
-        Args:
-            old: integers [tokens], or [3, tokens] for M-RoPE.
-            new: the same.
+        Args and errors are those of `delta_tables`.
 
         Returns:
             bool [tokens]: neither position negative, nor at or past `position_limit`. A NumPy array if
             both are NumPy (or lists), else a `jax.Array`, which is not waited for.
-
-        Raises:
-            TypeError: for positions that are not integers.
-            ValueError: for positions that are missing or of another shape.
         """
         return self._served(old, new)[2]
 
@@ -292,8 +285,8 @@ class Rope:
         """Checks positions, their values too where these are concrete (a device array is waited for).
 
         Args:
-            old: integers [tokens], or [3, tokens] for M-RoPE.
-            new: the same.
+            old: as in `delta_tables`.
+            new: as in `delta_tables`.
             tokens: how many there are to move.
             where: goes before the message, such as `"chunk 3: "`.
 
@@ -344,9 +337,9 @@ class Rope:
     ) -> jax.Array:
         """Keys as the model would have made them at another position.
 
-        One rounding to the keys' dtype, fp8 saturating. Bit-identical where old == new and in channels
-        that the model does not rotate. Concrete positions are checked (a device array of them is waited
-        for); under tracing a token whose position cannot be served stays as it is.
+        One rounding to the keys' dtype, fp8 saturating. Bit-identical where old == new and in channels that
+        the model does not rotate. Concrete positions are checked (a device array of them is waited for);
+        under tracing a token whose position cannot be served stays as it is.
 
         Args:
             k: keys [tokens, heads, head_dim] in bfloat16, float16, float32, float8_e4m3fn or float8_e5m2.
@@ -395,29 +388,8 @@ class Rope:
         return before, after, ok if self.axes is None else ok.all(axis=0)
 
 
+def _axes(sections: Sequence[int] | None, interleaved: bool, count: int) -> tuple[int, ...] | None:
+    return None if sections is None else mrope_axes(sections, interleaved=interleaved, count=count)
+
+
 _rotated = jax.jit(rotate, static_argnames=("pairing", "pair_distance", "offset", "dtype"))
-
-
-def explain_difference(a: Rope | None, b: Rope | None) -> str:
-    """The first part in which two ropes differ, with both values; empty if they are equal.
-
-    Args:
-        a: a rope, or None for layers without one.
-        b: the same.
-    """
-    if a == b:
-        return ""
-    if a is None or b is None:
-        return f"rope is {a and a.description} in one and {b and b.description} in the other"
-    parts = ("pairing", "rotary_dim", "pair_distance", "axes", "regime", "attention_scaling", "tables")
-    for part in parts:
-        if getattr(a, part) != getattr(b, part):
-            return _difference(part, getattr(a, part), getattr(b, part), a, b)
-    for i, (x, y) in enumerate(zip(a.inv_freq or (), b.inv_freq or (), strict=True)):
-        if x != y:
-            return _difference(f"inv_freq[{i}]", x, y, a, b)
-    return _difference("position_limit", a.position_limit, b.position_limit, a, b)
-
-
-def _difference(part: str, x: Any, y: Any, a: Rope, b: Rope) -> str:
-    return f"{part} is {x} ({a.description}) in one and {y} ({b.description}) in the other"

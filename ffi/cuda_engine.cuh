@@ -1,0 +1,115 @@
+// The engine path: kernels between pages and device staging, the copy engine between staging and pinned memory.
+//
+// Chunks go through a ring of staging buffers: while the copy engine moves one on its own stream, the kernel fills
+// (or empties) another on the stream of the program. Events order the two, and the program's stream waits for the
+// last copy before the handler's successor runs, so to XLA it is one operation.
+
+#ifndef JAXKV_CUDA_ENGINE_CUH_
+#define JAXKV_CUDA_ENGINE_CUH_
+
+#include <vector>
+
+#include "cuda_move.cuh"
+
+namespace jaxkv {
+
+// A stream for copies and the events of one call. Made and destroyed in the call, which takes microseconds and
+// keeps no state between calls; CUDA frees them when the work that was given to them is done.
+class CopyStream {
+ public:
+  CopyStream() { Keep(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~CopyStream() {
+    for (cudaEvent_t event : events_) cudaEventDestroy(event);
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+  }
+  CopyStream(const CopyStream&) = delete;
+  CopyStream& operator=(const CopyStream&) = delete;
+
+  // An event that fires when what was given to `stream` so far is done.
+  cudaEvent_t Mark(cudaStream_t stream) {
+    cudaEvent_t event = nullptr;
+    Keep(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    events_.push_back(event);
+    Keep(cudaEventRecord(event, stream));
+    return event;
+  }
+  void Wait(cudaStream_t stream, cudaEvent_t event) { Keep(cudaStreamWaitEvent(stream, event, 0)); }
+  void Copy(void* target, const void* source, size_t bytes) {
+    Keep(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream_));
+  }
+  cudaStream_t stream() const { return stream_; }
+  cudaError_t error() const { return error_; }
+
+ private:
+  void Keep(cudaError_t error) {
+    if (error_ == cudaSuccess) error_ = error;
+  }
+  cudaStream_t stream_ = nullptr;
+  std::vector<cudaEvent_t> events_;
+  cudaError_t error_ = cudaSuccess;
+};
+
+// Moves the chunks of a call through `staging` buffers. `host_leaf(i)` is a leaf in pinned memory (the leaves of
+// chunk c follow those of chunk c - 1) and `leaf_bytes(i)` its size; `pool` as in MoveAll.
+template <Direction direction, typename PoolLeaf, typename HostLeaf, typename LeafBytes>
+ffi::Error MoveThroughStaging(cudaStream_t stream, ffi::ScratchAllocator& scratch, Transfer transfer,
+                              const int32_t* slots, int64_t leaves_per_chunk, int64_t staging, PoolLeaf pool,
+                              HostLeaf host_leaf, LeafBytes leaf_bytes) {
+  const int64_t num_chunks = transfer.num_chunks;
+  if (num_chunks == 0 || transfer.rows == 0) return ffi::Error::Success();
+  constexpr int64_t kAlignment = 256;
+  std::vector<int64_t> offset(leaves_per_chunk + 1, 0);
+  for (int64_t i = 0; i < leaves_per_chunk; ++i) {
+    offset[i + 1] = (offset[i] + leaf_bytes(i) + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  staging = std::min(staging, num_chunks);
+  auto memory = scratch.Allocate(offset[leaves_per_chunk] * staging, kAlignment);
+  if (!memory.has_value()) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkv: no device memory for staging buffers");
+  }
+  auto buffer = [&](int64_t c, int64_t leaf) {
+    return static_cast<char*>(*memory) + (c % staging) * offset[leaves_per_chunk] + offset[leaf];
+  };
+
+  CopyStream copies;
+  transfer.num_chunks = 1;
+  std::vector<cudaEvent_t> emptied(num_chunks);
+  // The staging memory, and what is in pinned memory, are this call's from here on.
+  copies.Wait(copies.stream(), copies.Mark(stream));
+  for (int64_t c = 0; c < num_chunks; ++c) {
+    auto copy = [&] {
+      for (int64_t leaf = 0; leaf < leaves_per_chunk; ++leaf) {
+        char* host = host_leaf(c * leaves_per_chunk + leaf);
+        char* device = buffer(c, leaf);
+        copies.Copy(direction == Direction::kGather ? host : device, direction == Direction::kGather ? device : host,
+                    leaf_bytes(leaf));
+      }
+    };
+    auto move = [&] {
+      return MoveAll<direction>(stream, transfer, slots + c * transfer.rows, transfer.rows, leaves_per_chunk, pool,
+                                [&](int64_t leaf) { return buffer(c, leaf); });
+    };
+    if (direction == Direction::kGather) {
+      if (c >= staging) copies.Wait(stream, emptied[c - staging]);
+      if (ffi::Error error = move(); error.failure()) return error;
+      copies.Wait(copies.stream(), copies.Mark(stream));
+      copy();
+      emptied[c] = copies.Mark(copies.stream());
+    } else {
+      if (c >= staging) copies.Wait(copies.stream(), emptied[c - staging]);
+      copy();
+      copies.Wait(stream, copies.Mark(copies.stream()));
+      if (ffi::Error error = move(); error.failure()) return error;
+      emptied[c] = copies.Mark(stream);
+    }
+  }
+  copies.Wait(stream, copies.Mark(copies.stream()));
+  if (copies.error() != cudaSuccess) {
+    return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies.error()));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace jaxkv
+
+#endif  // JAXKV_CUDA_ENGINE_CUH_

@@ -1,0 +1,1 @@
+"""The benchmark: ceilings, every row of figures, and the peers, in one run."""

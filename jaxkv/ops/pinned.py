@@ -1,0 +1,143 @@
+"""place and fetch: gather into, and scatter from, arrays in pinned host memory, as one operation each.
+
+They are the fast paths of a transfer, not another meaning of it: `gather` followed by a copy to the host, and a
+copy to the device followed by `scatter`, give the same bytes. Both exist as FFI handlers alone. On a GPU the copy
+engine does the moving, through a few staging buffers on the device, or the kernel reaches into pinned memory
+itself; on a CPU the rows are copied once, straight to where they go.
+
+A program's operands and results in pinned memory are taken as they are: `place` writes into donated arrays.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from . import native
+from .sharding import describe
+from .transfer import Transfer, attributes
+
+
+def place_leaves(
+    slots: Any,
+    host: Sequence[jax.Array],
+    pages: Sequence[jax.Array],
+    *,
+    transfer: Transfer,
+    num_chunks: int,
+    staging: int,
+) -> list[jax.Array]:
+    """Gathers the rows of some slots into pinned arrays, which are consumed.
+
+    Args:
+        slots: int32 `[num_chunks * rows]`; a slot that is not in the pool gives a row of zero bytes.
+        host: in pinned memory, the leaves of the first chunk, then those of the second, and so on.
+        pages: the pool leaves that `transfer` covers, on one device.
+        transfer: the two layouts.
+        num_chunks: chunks to fill.
+        staging: device buffers of one chunk that the copy engine goes through; 0 for a kernel that writes into
+            pinned memory itself.
+
+    Returns:
+        The host arrays, written in place.
+    """
+    program = _place_program(tuple(array.sharding for array in host))
+    return list(program(host, slots, pages, transfer=transfer, num_chunks=num_chunks, staging=staging))
+
+
+def fetch_leaves(
+    slots: Any,
+    host: Sequence[jax.Array],
+    pages: Sequence[jax.Array],
+    *,
+    transfer: Transfer,
+    num_chunks: int,
+    rows: int,
+    staging: int,
+    donate: bool,
+) -> list[jax.Array]:
+    """Scatters the rows of pinned arrays; distinct slots are the caller's to see to.
+
+    Args:
+        slots: int32 `[num_chunks * rows]`, the slot of each row; one that is not in the pool is skipped.
+        host: in pinned memory, the leaves of the first chunk, then those of the second, and so on.
+        pages: the pool leaves that `transfer` covers, on one device.
+        transfer: the two layouts.
+        num_chunks: chunks given.
+        rows: rows of each chunk.
+        staging: as for `place_leaves`.
+        donate: whether the pages are consumed and written in place, or copied first.
+
+    Returns:
+        The pool leaves, written.
+    """
+    program = _fetch_program(tuple(array.sharding for array in pages), donate)
+    return list(program(pages, slots, host, transfer=transfer, num_chunks=num_chunks, rows=rows, staging=staging))
+
+
+_STATIC = ("transfer", "num_chunks", "staging")
+
+
+@functools.lru_cache(maxsize=64)
+def _place_program(shardings: tuple[Any, ...]) -> Any:
+    def run(host: Any, slots: Any, pages: Any, *, transfer: Transfer, num_chunks: int, staging: int) -> Any:
+        with jax.named_scope("jaxkv.place"):
+            return _place_p.bind(slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
+
+    # The memory kind of a result is not inferred from its type: it is named here.
+    return jax.jit(run, static_argnames=_STATIC, donate_argnums=0, out_shardings=list(shardings))
+
+
+@functools.lru_cache(maxsize=64)
+def _fetch_program(shardings: tuple[Any, ...], donate: bool) -> Any:
+    def run(pages: Any, slots: Any, host: Any, *, transfer: Transfer, num_chunks: int, rows: int, staging: int) -> Any:
+        with jax.named_scope("jaxkv.fetch"):
+            return _fetch_p.bind(
+                slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, rows=rows, staging=staging
+            )
+
+    donated = 0 if donate else ()
+    return jax.jit(run, static_argnames=(*_STATIC, "rows"), donate_argnums=donated, out_shardings=list(shardings))
+
+
+def _split(operands: Sequence[Any], transfer: Transfer, num_chunks: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Host leaves and pool leaves."""
+    held = num_chunks * len(transfer.chunk_kinds)
+    return operands[:held], operands[held:]
+
+
+def _lower(name: str, ctx: Any, operands: Any, transfer: Transfer, num_chunks: int, rows: int, staging: int) -> Any:
+    slots, *others = ctx.avals_in
+    host, pages = _split(others, transfer, num_chunks)
+    leaves = describe(transfer, slots.shape[0], tuple(page.shape for page in pages), num_chunks, rows)
+    attrs = attributes(transfer, pages[0].dtype, leaves.num_pages, rows, num_chunks)
+    first, count = (1, len(host)) if name == "place" else (1 + len(host), len(pages))
+    aliases = {first + i: i for i in range(count)}
+    lowering = jax.ffi.ffi_lowering(f"jaxkv_{name}", operand_output_aliases=aliases)
+    return lowering(ctx, *operands, **attrs, staging=staging)
+
+
+def _lower_place(ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, staging: int) -> Any:
+    rows = ctx.avals_in[0].shape[0] // num_chunks
+    return _lower("place", ctx, operands, transfer, num_chunks, rows, staging)
+
+
+def _lower_fetch(ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, rows: int, staging: int) -> Any:
+    return _lower("fetch", ctx, operands, transfer, num_chunks, rows, staging)
+
+
+_place_p, _fetch_p = Primitive("jaxkv_place"), Primitive("jaxkv_fetch")
+_place_p.multiple_results = _fetch_p.multiple_results = True
+_place_p.def_abstract_eval(
+    lambda slots, *operands, transfer, num_chunks, **_: list(_split(operands, transfer, num_chunks)[0])
+)
+_fetch_p.def_abstract_eval(
+    lambda slots, *operands, transfer, num_chunks, **_: list(_split(operands, transfer, num_chunks)[1])
+)
+for _platform in ("cpu", "cuda"):
+    if native.available(_platform):
+        mlir.register_lowering(_place_p, _lower_place, platform=_platform)
+        mlir.register_lowering(_fetch_p, _lower_fetch, platform=_platform)

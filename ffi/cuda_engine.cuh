@@ -57,13 +57,13 @@ ffi::Error MoveThroughStaging(cudaStream_t stream, ffi::ScratchAllocator& scratc
                               HostLeaf host_leaf, LeafBytes leaf_bytes) {
   const int64_t num_chunks = transfer.num_chunks;
   if (num_chunks == 0 || transfer.rows == 0) return ffi::Error::Success();
-  constexpr int64_t kAlignment = 256;
+  constexpr int64_t kAlignment = 256;  // of a leaf in a buffer: a kernel's widest words, and whole sectors
   std::vector<int64_t> offset(leaves_per_chunk + 1, 0);
   for (int64_t i = 0; i < leaves_per_chunk; ++i) {
     offset[i + 1] = (offset[i] + leaf_bytes(i) + kAlignment - 1) / kAlignment * kAlignment;
   }
   staging = std::min(staging, num_chunks);
-  auto memory = scratch.Allocate(offset[leaves_per_chunk] * staging, kAlignment);
+  auto memory = scratch.Allocate(offset[leaves_per_chunk] * staging);  // the allocator aligns as we do, and takes no wish
   if (!memory.has_value()) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkv: no device memory for staging buffers");
   }

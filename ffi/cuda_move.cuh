@@ -1,6 +1,6 @@
-// The strided copy on the GPU: one thread per word of the chunk side, a big grid, a few words in flight.
-// Of five shapes measured on an H200 (warp per row, block per page, bulk copies through shared memory, narrow
-// grids) this one reached the device-to-device copy's rate at every row size.
+// The strided copy on the GPU: a thread moves a few words, in the order of the chunk side, and as many threads are
+// started as that takes. Of the shapes measured on an H200 (warp per row, block per page, bulk copies through shared
+// memory, narrower grids that loop, more and fewer words in flight) this one was the fastest at every row size.
 
 #ifndef JAXKV_CUDA_MOVE_CUH_
 #define JAXKV_CUDA_MOVE_CUH_
@@ -43,28 +43,31 @@ struct Launch {
   char* chunk[kMaxChunks];         // address of each chunk's leaf; with one chunk, null
   const int32_t* slots;
   Side pool_side, chunk_side;
-  Divider words, dims, heads, tokens, page_size, rows;
-  uint32_t total;                  // words to move
+  Divider items, dims, heads, tokens, page_size, rows;
+  uint32_t words;                  // of one run
+  uint32_t total;                  // items to move
   uint32_t num_slots, num_rows, first_token;
 };
 static_assert(sizeof(Launch) <= 4096, "kernel parameters are limited to 4 KiB");
 
 constexpr int kThreads = 256;
-constexpr int kWordsInFlight = 4;
 
-template <Direction direction, typename Word, bool kOneRun>
+// An item is kWords words of one run, as far apart as there are items in it: neighbouring threads touch neighbouring
+// words, and an address is worked out once for all of them. A thread moves kItems items, a grid apart. Addresses,
+// loads and stores are three passes, so that every load is on its way before the first store waits for one.
+template <Direction direction, typename Word, bool kOneRun, int kWords, int kItems>
 __global__ void __launch_bounds__(kThreads) MoveKernel(const __grid_constant__ Launch launch) {
-  const uint32_t step = gridDim.x * kThreads;
-  for (uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < launch.total; first += step * kWordsInFlight) {
-    Word value[kWordsInFlight];
-    Word* target[kWordsInFlight];
+  const Word* source[kItems];
+  Word* target[kItems];
+  uint32_t first_word[kItems];
 #pragma unroll
-    for (int i = 0; i < kWordsInFlight; ++i) {
-      const uint32_t index = first + i * step;
-      target[i] = nullptr;
-      if (index >= launch.total) continue;
-      uint32_t word, dim = 0, head = 0, token;
-      uint32_t rest = launch.words.Split(index, word);
+  for (int i = 0; i < kItems; ++i) {
+    source[i] = nullptr;
+    target[i] = nullptr;
+    const uint32_t index = (i * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
+    if (index < launch.total) {
+      uint32_t dim = 0, head = 0, token;
+      uint32_t rest = launch.items.Split(index, first_word[i]);
       if (!kOneRun) {
         rest = launch.dims.Split(rest, dim);
         rest = launch.heads.Split(rest, head);
@@ -74,53 +77,75 @@ __global__ void __launch_bounds__(kThreads) MoveKernel(const __grid_constant__ L
       const uint32_t slot = __ldg(launch.slots + token);
       const bool served = slot < launch.num_slots;  // a negative slot is a large unsigned one
       const bool has_row = direction == Direction::kGather || token < launch.num_rows;
-      if (!served && direction == Direction::kScatter) continue;
-      int64_t in_run = static_cast<int64_t>(word) * sizeof(Word);
       char *in_pool = nullptr, *in_chunk = nullptr;
       if (served) {
         uint32_t offset;
         const uint32_t page = launch.page_size.Split(slot, offset);
-        in_pool = launch.pool[plane] + TokenOffset(launch.pool_side, page, offset) + in_run;
+        in_pool = launch.pool[plane] + TokenOffset(launch.pool_side, page, offset);
         if (!kOneRun) in_pool += head * launch.pool_side.head + dim * launch.pool_side.dim;
       }
       if (has_row) {
         uint32_t row, offset;
         const uint32_t chunk = launch.rows.Split(token, row);
         const uint32_t page = launch.page_size.Split(row, offset);
-        in_chunk = launch.chunk[chunk] + launch.chunk_plane[plane] + TokenOffset(launch.chunk_side, page, offset) + in_run;
+        in_chunk = launch.chunk[chunk] + launch.chunk_plane[plane] + TokenOffset(launch.chunk_side, page, offset);
         if (!kOneRun) in_chunk += head * launch.chunk_side.head + dim * launch.chunk_side.dim;
       }
-      char* source = direction == Direction::kGather ? in_pool : in_chunk;
+      source[i] = reinterpret_cast<const Word*>(direction == Direction::kGather ? in_pool : in_chunk);
       target[i] = reinterpret_cast<Word*>(direction == Direction::kGather ? in_chunk : in_pool);
-      // Each byte is touched once: streaming hints keep it from displacing what the model has in L2.
-      value[i] = source == nullptr ? Word{} : __ldcs(reinterpret_cast<const Word*>(source));
     }
+  }
+  // Each byte is touched once: streaming hints keep it from displacing what the model has in L2. Items of several
+  // words are narrow ones, whose neighbours share a sector: there the hints cost more than they give.
+  Word value[kItems][kWords];
 #pragma unroll
-    for (int i = 0; i < kWordsInFlight; ++i) {
-      if (target[i] != nullptr) __stcs(target[i], value[i]);
+  for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t word = first_word[i] + w * launch.items.divisor;
+      value[i][w] = Word{};
+      if (target[i] != nullptr && source[i] != nullptr && (kWords == 1 || word < launch.words)) {
+        value[i][w] = kWords == 1 ? __ldcs(source[i] + word) : source[i][word];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t word = first_word[i] + w * launch.items.divisor;
+      if (target[i] != nullptr && (kWords == 1 || word < launch.words)) {
+        if (kWords == 1) {
+          __stcs(target[i] + word, value[i][w]);
+        } else {
+          target[i][word] = value[i][w];
+        }
+      }
     }
   }
 }
 
-template <Direction direction, typename Word>
-void Start(cudaStream_t stream, const Launch& launch, bool one_run, int blocks) {
+template <Direction direction, typename Word, int kWords, int kItems>
+void Start(cudaStream_t stream, Launch& launch, int64_t runs, bool one_run) {
+  const int64_t items = (launch.words + kWords - 1) / kWords;
+  launch.items = Divider::By(items);
+  launch.total = static_cast<uint32_t>(runs * items);
+  const int64_t per_block = kThreads * kItems;
+  const auto blocks = static_cast<unsigned>((launch.total + per_block - 1) / per_block);
   if (one_run) {
-    MoveKernel<direction, Word, true><<<blocks, kThreads, 0, stream>>>(launch);
+    MoveKernel<direction, Word, true, kWords, kItems><<<blocks, kThreads, 0, stream>>>(launch);
   } else {
-    MoveKernel<direction, Word, false><<<blocks, kThreads, 0, stream>>>(launch);
+    MoveKernel<direction, Word, false, kWords, kItems><<<blocks, kThreads, 0, stream>>>(launch);
   }
 }
 
-template <Direction direction>
-void StartWords(cudaStream_t stream, const Launch& launch, bool one_run, int word_bytes, int max_blocks) {
-  const int64_t per_block = kThreads * kWordsInFlight;
-  const int blocks = static_cast<int>(std::min<int64_t>(max_blocks, (launch.total + per_block - 1) / per_block));
-  switch (word_bytes) {
-    case 16: return Start<direction, uint4>(stream, launch, one_run, blocks);
-    case 8: return Start<direction, uint2>(stream, launch, one_run, blocks);
-    case 4: return Start<direction, uint32_t>(stream, launch, one_run, blocks);
-    case 2: return Start<direction, uint16_t>(stream, launch, one_run, blocks);
-    default: return Start<direction, uint8_t>(stream, launch, one_run, blocks);
+// Wide words: two a thread, apart. Narrow ones: four of one run a thread, where a run has that many.
+template <Direction direction, typename Word>
+void StartWords(cudaStream_t stream, Launch& launch, int64_t runs, bool one_run) {
+  if (sizeof(Word) < 8 && launch.words >= 4) {
+    Start<direction, Word, 4, 1>(stream, launch, runs, one_run);
+  } else {
+    Start<direction, Word, 1, 2>(stream, launch, runs, one_run);
   }
 }
 
@@ -130,10 +155,6 @@ template <Direction direction, typename PoolLeaf, typename ChunkLeaf>
 ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t* slots, int64_t num_tokens,
                    int64_t leaves_per_chunk, PoolLeaf pool, ChunkLeaf chunk) {
   if (num_tokens == 0) return ffi::Error::Success();  // an empty grid is an error
-  int device = 0, multiprocessors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  const int max_blocks = multiprocessors * 128;  // a narrow grid (2 blocks each) measured 10 to 15 % slower
   const bool one_chunk = transfer.num_chunks == 1;
 
   for (int64_t m = 0; m < transfer.num_moves; ++m) {
@@ -180,10 +201,17 @@ ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t*
         launch.first_token = static_cast<uint32_t>(token - origin);
         launch.num_rows = static_cast<uint32_t>(transfer.num_rows() - origin);
         launch.rows = Divider::By(std::max<int64_t>(transfer.rows, 1));
-        launch.words = Divider::By(move.run / word_bytes);
+        launch.words = static_cast<uint32_t>(move.run / word_bytes);
         launch.tokens = Divider::By(tokens);
-        launch.total = static_cast<uint32_t>(tokens * words_per_token);
-        StartWords<direction>(stream, launch, move.heads * move.dims == 1, word_bytes, max_blocks);
+        const int64_t runs = tokens * (last - first) * move.heads * move.dims;
+        const bool one_run = move.heads * move.dims == 1;
+        switch (word_bytes) {
+          case 16: StartWords<direction, uint4>(stream, launch, runs, one_run); break;
+          case 8: StartWords<direction, uint2>(stream, launch, runs, one_run); break;
+          case 4: StartWords<direction, uint32_t>(stream, launch, runs, one_run); break;
+          case 2: StartWords<direction, uint16_t>(stream, launch, runs, one_run); break;
+          default: StartWords<direction, uint8_t>(stream, launch, runs, one_run);
+        }
       }
     }
   }

@@ -89,7 +89,7 @@ def store(
     table, valid, held = _rows_of(slot, ranges, rows, prefix, pool.num_slots, out_of_range)
 
     recycled = _recycled(into, spec, format, rows, len(ranges.starts), pool)
-    traced = any(map(checks.is_traced, (*pool.leaves, table)))
+    traced = checks.is_tracing((*pool.leaves, table))
     options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
     hosts = [array for chunk in recycled for array in chunk.data] if recycled else None
     nbytes = len(ranges.starts) * rows * spec.bytes_per_token
@@ -160,16 +160,17 @@ def load(
             raise TypeError("slots: missing; give the slot of each token, or a plan")
         plan = make_plan(cache, chunks, slots, **options)
     # What is traced need not be the pages: a jitted function may close over them, and they outlive its tracing.
-    traced = any(map(checks.is_traced, (*pool.leaves, *jax.tree.leaves(plan))))
+    traced = checks.is_tracing((*pool.leaves, *jax.tree.leaves(plan)))
     if donate and not traced:
         _check_distinct(pool)
 
-    moving = [k for k in range(len(plan.chunks)) if _may_move(plan.slots_of(k))]
+    slots_of = plan.slots_by_chunk()
+    moving = [k for k, chunk_slots in enumerate(slots_of) if _may_move(chunk_slots)]
     zeroing = _may_move(plan.zero_slots)
     if not moving and not zeroing:
         # Not the caller's own arrays: who keeps the cache may well donate the result.
         return cache if donate or traced else jax.tree.map(jnp.copy, cache)
-    parts = [(plan.slots_of(k), plan.chunks[k].data, groups_of(spec, plan.chunks[k].format)) for k in moving]
+    parts = [(slots_of[k], plan.chunks[k].data, groups_of(spec, plan.chunks[k].format)) for k in moving]
     nbytes = sum(plan.chunks[k].nbytes for k in moving)
     way = host.choose(
         path,
@@ -195,7 +196,7 @@ def load(
         error.cache = PagedCache(jax.tree.unflatten(pool.structure, restore.leaves), spec)  # type: ignore[attr-defined]
         raise
     leaves = restore.leaves
-    if donate and not any(map(checks.is_traced, leaves)):
+    if donate and not traced:
         for leaf in pool.leaves:
             leaf.delete()
     return PagedCache(jax.tree.unflatten(pool.structure, leaves), spec)
@@ -213,7 +214,9 @@ def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
     check_chunks(spec, plan.chunks)
     if plan.out_of_range != "raise" or checks.is_traced(plan.slots):
         return
-    parts = {f"row {{}} of chunk {k}": plan.slots_of(k) for k in range(len(plan.chunks))}
+    if not any((known(slots, read=True) >= pool.num_slots).any() for slots in (plan.slots, plan.zero_slots)):
+        return
+    parts = {f"row {{}} of chunk {k}": slots for k, slots in enumerate(plan.slots_by_chunk())}
     for name, slots in {**parts, "gap slot {}": plan.zero_slots}.items():
         slots = known(slots, read=True)
         for row in np.flatnonzero(slots >= pool.num_slots):

@@ -7,7 +7,7 @@ import platform
 from typing import Any
 
 import jax
-import jaxlib
+from jaxlib.version import __version__ as jaxlib_version
 
 from .ops import native
 
@@ -25,7 +25,7 @@ def collect() -> dict[str, Any]:
     return {
         "jaxkv": importlib.metadata.version("jaxkv"),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib_version,
         "python": platform.python_version(),
         "platform": backend,
         "devices": [f"{device.id}: {device.device_kind}" for device in devices],

@@ -1,6 +1,7 @@
 """Plans: which row of which chunk goes to which slot, worked out and checked before anything moves."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,10 +60,10 @@ class Plan:
     num_slots: int | None = dataclasses.field(metadata={"static": True})
     out_of_range: str = dataclasses.field(metadata={"static": True})
 
-    def slots_of(self, chunk: int) -> Any:
-        """The slots of one chunk's rows, int32 `[rows]`."""
-        first = sum(c.num_rows for c in self.chunks[:chunk])
-        return self.slots[first : first + self.chunks[chunk].num_rows]
+    def slots_by_chunk(self) -> list[Any]:
+        """The slots of each chunk's rows, int32 `[rows]`."""
+        ends = list(itertools.accumulate(chunk.num_rows for chunk in self.chunks))
+        return [self.slots[first:last] for first, last in itertools.pairwise([0, *ends])]
 
 
 class Ranges(NamedTuple):
@@ -180,18 +181,22 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk]) -> list[Chunk]:
     if isinstance(chunks, Chunk):
         raise TypeError("chunks: expected a sequence of chunks, got one Chunk; put it in a tuple")
     parts = list(chunks)
+    fitting: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}  # the chunks of one store differ in data alone
     for i, chunk in enumerate(parts):
         if chunk is None:
             raise ValueError(f"chunks: entry {i} is missing (None)")
         if not isinstance(chunk, Chunk):
             raise TypeError(f"chunks: entry {i} is no Chunk but {type(chunk).__name__}")
-        dtype = chunk.fingerprint.dtype
-        if dtype != str(np.dtype(spec.dtype)):
-            raise TypeError(f"chunks: chunk {i} has dtype {dtype}, layer 0 of the cache has {np.dtype(spec.dtype)}")
-        different = chunk.fingerprint.difference(spec)
-        if different:
-            raise ValueError(f"chunks: chunk {i} was stored from another cache: {different}")
-        shapes = chunk.format.shapes(spec, chunk.num_rows)
+        kind = (id(chunk.fingerprint), chunk.num_rows)
+        if kind not in fitting:
+            dtype = chunk.fingerprint.dtype
+            if dtype != str(np.dtype(spec.dtype)):
+                raise TypeError(f"chunks: chunk {i} has dtype {dtype}, layer 0 of the cache has {np.dtype(spec.dtype)}")
+            different = chunk.fingerprint.difference(spec)
+            if different:
+                raise ValueError(f"chunks: chunk {i} was stored from another cache: {different}")
+            fitting[kind] = chunk.format.shapes(spec, chunk.num_rows)
+        shapes = fitting[kind]
         if tuple(array.shape for array in chunk.data) != shapes:
             raise ValueError(
                 f"chunks: chunk {i} has arrays of shapes {[array.shape for array in chunk.data]}, expected "
@@ -204,9 +209,10 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk]) -> list[Chunk]:
                 continue
             if array.is_deleted():
                 raise ValueError(f"chunks: an array of chunk {i} was deleted or donated to an earlier call")
-            kind = array.sharding.memory_kind
-            if kind == "unpinned_host":
-                raise ValueError(f"chunks: chunk {i} is in memory kind {kind!r}, expected 'pinned_host' (or 'device')")
+            if array.sharding.memory_kind == "unpinned_host":
+                raise ValueError(
+                    f"chunks: chunk {i} is in memory kind 'unpinned_host', expected 'pinned_host' (or 'device')"
+                )
     return parts
 
 

@@ -1,4 +1,4 @@
-"""What the tests of caches, chunks, plans, store and load share: pools of random bytes and what the oracle makes of them.
+"""What the tests of caches, chunks, plans, store and load share: pools of random bytes, and what the oracle says.
 
 The oracle (`jaxkv.testing.oracle`) shares no code with the package, so a pool is made here twice: as NumPy arrays
 for the one, and as a `PagedCache` for the other.
@@ -19,6 +19,14 @@ from jaxkv.ops import native
 from jaxkv.testing import oracle
 
 IMPLEMENTATIONS = ["xla", *(["ffi"] if native.available("cpu") else [])]
+
+WAYS = {
+    "xla": {"implementation": "xla"},
+    "ffi": {"implementation": "ffi", "path": "overlapped"},
+    "direct": {"implementation": "ffi", "path": "direct"},
+}
+WAYS = {name: way for name, way in WAYS.items() if way["implementation"] in IMPLEMENTATIONS}
+"""Every way a load can take on a CPU; a store goes direct where it is given chunks to write into."""
 
 DTYPES = {
     "bf16": ml_dtypes.bfloat16,
@@ -299,7 +307,9 @@ class Scene:
         self.rows = [model.rows(arrays, source[start:end]) for start, end in zip(starts, ends, strict=True)]
         self.slots = rng.permutation(model.num_slots)[:num_tokens].astype(np.int64)
 
-    def check(self, slots=None, *, implementation=None, gaps="keep", skip_prefix=0, order=None, **options) -> None:
+    def check(
+        self, slots=None, *, implementation=None, path=None, gaps="keep", skip_prefix=0, order=None, **options
+    ) -> None:
         """Loads into a poisoned pool and compares pool, chunks and counts with the oracle."""
         order = range(len(self.chunks)) if order is None else order
         slots = self.slots if slots is None else slots
@@ -322,7 +332,7 @@ class Scene:
         assert counts_of(plan) == counts
         tokens = sum(end - start for start, end in zip(starts, ends, strict=True)) + int(plan.zeroed.sum())
         assert sum(counts.values()) == tokens
-        after = jaxkv.load(cache, plan, implementation=implementation)
+        after = jaxkv.load(cache, plan, implementation=implementation, path=path)
         assert_same(after.pages, want)
         assert_same([c.data for c in chunks], before)
 

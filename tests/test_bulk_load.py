@@ -8,27 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import CHUNKS, IMPLEMENTATIONS, POOLS, Model, Scene, pinned, small
+from helpers import CHUNKS, IMPLEMENTATIONS, POOLS, WAYS, Model, Scene, pinned, small
 
 import jaxkv
-from jaxkv import bulk, host
+from jaxkv import host
 
-implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+WRITERS = ("_scatter_in_place", "_scatter_into_copy", "fetch_leaves")  # what host.py writes pages with
+
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-@implementations
+@ways
 @pytest.mark.parametrize("pool", POOLS)
-def test_every_pool_layout(pool, implementation):
+def test_every_pool_layout(pool, way):
     """A1 to A36, A54: every mapped byte exact, all else (padding too) still 0xDE."""
-    Scene(small(pool), 21).check(implementation=implementation)
+    Scene(small(pool), 21).check(**way)
 
 
-@implementations
+@ways
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_every_chunk_format(chunk, implementation):
+def test_every_chunk_format(chunk, way):
     """A42 to A45."""
     model = Model("A19" if helpers.one_plane(chunk) else "A11", heads=1 if "MLA" in chunk else 4)
-    Scene(model, 21, format=CHUNKS[chunk]).check(implementation=implementation)
+    Scene(model, 21, format=CHUNKS[chunk]).check(**way)
 
 
 TWO_PLANES = [name for name, pool in POOLS.items() if pool.planes == 2 and name != "A33"]
@@ -48,10 +50,10 @@ def test_a_chunk_loads_into_any_other_layout(first, second):
 
 @pytest.mark.parametrize("pool", ["A1", "A5", "A13"])
 @pytest.mark.parametrize("layers_per_array", [1, 2])
-@implementations
-def test_layers_per_array(pool, layers_per_array, implementation):
+@ways
+def test_layers_per_array(pool, layers_per_array, way):
     """A53, D19: the same bytes whether an array holds one layer, some or all."""
-    Scene(Model(pool), 21, layers_per_array=layers_per_array).check(implementation=implementation)
+    Scene(Model(pool), 21, layers_per_array=layers_per_array).check(**way)
 
 
 CHUNK_LISTS = {
@@ -66,13 +68,13 @@ CHUNK_LISTS = {
 }
 
 
-@implementations
+@ways
 @pytest.mark.parametrize("gaps", ["keep", "zero"])
 @pytest.mark.parametrize("name", CHUNK_LISTS)
-def test_chunk_lists(name, gaps, implementation):
+def test_chunk_lists(name, gaps, way):
     """D2 to D6, D11, G1, G2, G5, G6, G15."""
     starts, ends = CHUNK_LISTS[name]
-    Scene(Model("A14"), 28, starts, ends).check(gaps=gaps, implementation=implementation)
+    Scene(Model("A14"), 28, starts, ends).check(gaps=gaps, **way)
 
 
 @pytest.mark.parametrize("name", ["unsorted", "overlapping", "gaps of 1 and more"])
@@ -100,51 +102,49 @@ def test_one_chunk_at_two_places():
     scene.check(np.random.default_rng(1).permutation(28)[:16])
 
 
-@implementations
+@ways
 @pytest.mark.parametrize("gaps", ["keep", "zero"])
 @pytest.mark.parametrize("skip_prefix", [0, 1, 7, 8, 9, 16, 27, 1000])
-def test_skip_prefix(skip_prefix, gaps, implementation):
+def test_skip_prefix(skip_prefix, gaps, way):
     """D12, G4: slots that skipped tokens name stay bit-equal, in gaps too."""
-    Scene(Model("A7"), 28, [0, 8, 18], [8, 16, 26]).check(
-        skip_prefix=skip_prefix, gaps=gaps, implementation=implementation
-    )
+    Scene(Model("A7"), 28, [0, 8, 18], [8, 16, 26]).check(skip_prefix=skip_prefix, gaps=gaps, **way)
 
 
-@implementations
+@ways
 @pytest.mark.parametrize("gaps", ["keep", "zero"])
-def test_slots_that_are_not_there(gaps, implementation):
+def test_slots_that_are_not_there(gaps, way):
     """B1, B3, B4, B6, B7, B13, G3: negative ones are skipped, with "skip" too large ones left out, both counted."""
     scene = Scene(Model("A2"), 28, [0, 8, 18], [8, 16, 26])
     slots = scene.slots.copy()
     slots[[0, 3, 7, 9, 17]] = [-1, -2, -28, -(2**63), -1]
-    scene.check(slots, gaps=gaps, implementation=implementation)
+    scene.check(slots, gaps=gaps, **way)
     slots[[1, 2, 4, 12, 16, 20]] = [28, 29, 2**31 - 1, 2**31, 2**40, 28]
-    scene.check(slots, gaps=gaps, implementation=implementation, out_of_range="skip")
-    scene.check(np.full(28, -1), gaps=gaps, implementation=implementation)
-    scene.check(np.full(28, 28), gaps=gaps, implementation=implementation, out_of_range="skip")
+    scene.check(slots, gaps=gaps, **way, out_of_range="skip")
+    scene.check(np.full(28, -1), gaps=gaps, **way)
+    scene.check(np.full(28, 28), gaps=gaps, **way, out_of_range="skip")
 
 
-@implementations
-def test_the_last_of_equal_slots_wins(implementation):
+@ways
+def test_the_last_of_equal_slots_wins(way):
     """B11, 100 runs: over chunks and within one, across overlapping chunks; losers count as moved."""
     scene = Scene(Model("A2"), 28, [0, 4, 2], [8, 12, 10])
     slots = np.random.default_rng(0).integers(-1, 6, 28)
     for _ in range(2):
-        scene.check(slots, implementation=implementation)
-        scene.check(slots, gaps="zero", implementation=implementation)
+        scene.check(slots, **way)
+        scene.check(slots, gaps="zero", **way)
     want = helpers.loaded(scene.model, scene.model.arrays(), scene.rows, slots, scene.starts, scene.ends)[0]
     plan = jaxkv.plan(scene.model.spec, scene.chunks, slots, starts=scene.starts, ends=scene.ends)
     for _ in range(100):
-        helpers.assert_same(jaxkv.load(scene.model.poisoned(), plan, implementation=implementation).pages, want)
+        helpers.assert_same(jaxkv.load(scene.model.poisoned(), plan, **way).pages, want)
 
 
-@implementations
-def test_a_broken_promise_of_unique_slots(implementation):
+@ways
+def test_a_broken_promise_of_unique_slots(way):
     """B14: the doubled slots hold anything; everything else is as it must be."""
     scene = Scene(Model("A2"), 16)
     slots = scene.slots[:16].copy()
     slots[[3, 9, 12]] = slots[5]
-    after = jaxkv.load(scene.model.poisoned(), scene.chunks, slots, unique_slots=True, implementation=implementation)
+    after = jaxkv.load(scene.model.poisoned(), scene.chunks, slots, unique_slots=True, **way)
     want, _ = helpers.loaded(scene.model, scene.model.arrays(), scene.rows, slots, scene.starts, scene.ends)
     others = np.setdiff1d(np.arange(28), slots[5])
     helpers.assert_same(scene.model.rows(helpers.snapshot(after.pages), others), scene.model.rows(want, others))
@@ -152,11 +152,11 @@ def test_a_broken_promise_of_unique_slots(implementation):
     gap = Scene(Model("A2"), 28, [0, 20], [8, 28])
     slots = gap.slots.copy()
     slots[9:15] = slots[8]
-    gap.check(slots, gaps="zero", implementation=implementation)
+    gap.check(slots, gaps="zero", **way)
 
 
-@implementations
-def test_rows_that_are_not_valid_stay_behind(implementation):
+@ways
+def test_rows_that_are_not_valid_stay_behind(way):
     """B2: rows stored from a skipped slot, below a prefix or past the pool are never real KV, and count as skipped."""
     model = Model("A2")
     arrays, cache = model.random()
@@ -166,28 +166,28 @@ def test_rows_that_are_not_valid_stay_behind(implementation):
     scene = Scene(model, 20)
     scene.chunks, scene.starts, scene.ends = chunks, [0, 8, 16], [8, 16, 20]
     scene.rows = [model.rows(arrays, source[s:e]) for s, e in zip(scene.starts, scene.ends, strict=True)]
-    scene.check(implementation=implementation)
+    scene.check(**way)
     # An invalid row does not compete for its slot either.
     slots = scene.slots[:20].copy()
     slots[4] = slots[5]
     slots[10] = slots[11]
-    scene.check(slots, implementation=implementation)
+    scene.check(slots, **way)
     # One whose bucket is longer than its tokens has zero bytes there, which are not loaded (D6, D18).
     short = Scene(model, 5, chunk_tokens=16)
     assert short.chunks[0].num_rows == 16
-    short.check(implementation=implementation)
+    short.check(**way)
 
 
-@implementations
-def test_nothing_to_do(implementation):
+@ways
+def test_nothing_to_do(way):
     """R8, B15, B16: the pool is bit-equal, whether or not it was to be consumed, and the result is nobody else's."""
     scene = Scene(Model("A2"), 8)
     for chunks, slots in [((), []), (scene.chunks, np.full(8, -1)), ((), jnp.zeros(0, jnp.int32))]:
-        after = jaxkv.load(scene.model.poisoned(), chunks, slots, implementation=implementation)
+        after = jaxkv.load(scene.model.poisoned(), chunks, slots, **way)
         helpers.assert_same(after.pages, scene.model.arrays())
         kept = scene.model.poisoned()
-        after = jaxkv.load(kept, chunks, slots, donate=False, implementation=implementation)
-        jaxkv.load(after, scene.chunks, np.arange(8), implementation=implementation)
+        after = jaxkv.load(kept, chunks, slots, donate=False, **way)
+        jaxkv.load(after, scene.chunks, np.arange(8), **way)
         helpers.assert_same(kept.pages, scene.model.arrays())
 
 
@@ -195,12 +195,12 @@ def pointers(cache: jaxkv.PagedCache) -> list[int]:
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache)]
 
 
-@implementations
+@ways
 @pytest.mark.parametrize("pool", ["A1", "A2", "A5", "A24", "A26"])
-def test_a_load_is_in_place_and_consumes_its_cache(pool, implementation):
+def test_a_load_is_in_place_and_consumes_its_cache(pool, way):
     """E26, R1: proven by pointer; gap zeroing too. Without donation one copy, and the argument is as it was."""
     scene = Scene(Model(pool), 28, [0, 20], [8, 28])
-    options = dict(starts=scene.starts, ends=scene.ends, gaps="zero", implementation=implementation)
+    options = dict(starts=scene.starts, ends=scene.ends, gaps="zero", **way)
     cache = scene.model.poisoned()
     before, leaves = pointers(cache), jax.tree.leaves(cache)
     after = jaxkv.load(cache, scene.chunks, scene.slots, **options)
@@ -213,15 +213,15 @@ def test_a_load_is_in_place_and_consumes_its_cache(pool, implementation):
     assert not set(pointers(kept)) & set(pointers(copy))
 
 
-@implementations
+@ways
 @pytest.mark.parametrize("view", [np.asarray, np.from_dlpack], ids=["numpy", "dlpack"])
-def test_a_view_from_outside_never_changes(view, implementation):
+def test_a_view_from_outside_never_changes(view, way):
     """I9: CPU then makes a copy and deletes nothing; the cache is consumed all the same, the view as it was."""
     scene = Scene(Model("A2", dtype="fp32"), 16)
     cache = scene.model.poisoned()
     leaves = jax.tree.leaves(cache)
     views = [view(leaf) for leaf in leaves]
-    after = jaxkv.load(cache, scene.chunks, scene.slots[:16], implementation=implementation)
+    after = jaxkv.load(cache, scene.chunks, scene.slots[:16], **way)
     assert all(leaf.is_deleted() for leaf in leaves)
     want = scene.model.written(scene.model.arrays(), np.concatenate(scene.rows, axis=2), scene.slots[:16])
     helpers.assert_same(after.pages, want)
@@ -288,47 +288,44 @@ def test_a_plan_is_loaded_as_often_as_you_like():
     helpers.assert_same(jaxkv.load(cache, skipping).pages, want)
 
 
+@ways
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("fails_at", [0, 1, 3, "fetch"])
-def test_what_fails_after_the_first_write_carries_the_cache(fails_at, donate, monkeypatch):
-    """E23's sister: `error.cache` is whole, holds what was written, and takes the load again."""
+def test_what_fails_after_the_first_write_carries_the_cache(fails_at, donate, way, monkeypatch):
+    """`error.cache` is whole, holds what was written, and takes the load again (M42)."""
     scene = Scene(Model("A2"), 28)
-    done = 0
-    scatter, fetch = bulk._scatter_in_place, host.fetch
+    done = fetched = 0
 
-    def failing(*args, **options):
-        nonlocal done
-        if done == fails_at:
-            raise RuntimeError("the link is down")
-        done += 1
-        return scatter(*args, **options)
+    def counting(function, is_fetch=False):
+        def step(*args, **options):
+            nonlocal done, fetched
+            if fetched == 3 if is_fetch else done == fails_at:
+                raise RuntimeError("the link is down")
+            fetched, done = fetched + is_fetch, done + (not is_fetch)
+            return function(*args, **options)
 
-    def failing_fetch(arrays, shardings):
-        if fails_at == "fetch" and done == 2:
-            raise RuntimeError("the link is down")
-        return fetch(arrays, shardings)
+        return step
 
-    monkeypatch.setattr(bulk, "_scatter_in_place", failing)
-    monkeypatch.setattr(bulk, "_scatter_into_copy", failing)
-    monkeypatch.setattr(host, "fetch", failing_fetch)
+    for name in WRITERS:
+        monkeypatch.setattr(host, name, counting(getattr(host, name)))
+    if fails_at == "fetch":
+        if way.get("path") == "direct":
+            pytest.skip("that path fetches nothing beforehand")
+        monkeypatch.setattr(host, "fetch", counting(host.fetch, is_fetch=True))
     cache = scene.model.poisoned()
     with pytest.raises(RuntimeError, match="the link is down") as caught:
-        jaxkv.load(cache, scene.chunks, scene.slots, donate=donate)
+        jaxkv.load(cache, scene.chunks, scene.slots, donate=donate, **way)
     monkeypatch.undo()
     left = caught.value.cache
-    part = done * 8
-    want = scene.model.arrays()
-    if part:
-        rows = np.concatenate(scene.rows, axis=2)[:, :, :part]
-        want = scene.model.written(want, rows, scene.slots[:part])
-    helpers.assert_same(left.pages, want)
-    again = jaxkv.load(left, scene.chunks, scene.slots)
     rows = np.concatenate(scene.rows, axis=2)
-    helpers.assert_same(again.pages, scene.model.written(scene.model.arrays(), rows, scene.slots))
-    scene.check()
+    want = scene.model.written(scene.model.arrays(), rows[:, :, : 8 * done], scene.slots[: 8 * done])
+    helpers.assert_same(left.pages, want)
+    after = jaxkv.load(left, scene.chunks, scene.slots, **way)
+    helpers.assert_same(after.pages, scene.model.written(scene.model.arrays(), rows, scene.slots))
+    scene.check(**way)
 
 
-@implementations
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("staging", [1, 2])
 def test_staging_is_bounded(staging, implementation, monkeypatch):
     """Device memory of a load: the chunks on their way and the one being scattered, whatever the length."""
@@ -345,27 +342,30 @@ def test_staging_is_bounded(staging, implementation, monkeypatch):
 
     monkeypatch.setattr(host, "fetch", counted)
     tuning = jaxkv.Tuning(staging=staging)
-    after = jaxkv.load(cache, scene.chunks, scene.slots, tuning=tuning, implementation=implementation)
+    options = dict(tuning=tuning, path="overlapped", implementation=implementation)
+    jaxkv.load(cache, scene.chunks, scene.slots, **options)
     assert len(alive) == 20
     assert max(alive) <= staging + 1
-    del after
     assert sum(ref() is not None for ref in arrived) == 0
 
 
-@implementations
-def test_other_lengths_compile_nothing(implementation):
+@ways
+def test_other_lengths_compile_nothing(way):
     """B30: another number of tokens, of chunks, other slots and ranges; gaps in powers of two."""
-    model = Model("A2", pages=40)
+    model = Model("A2", pages=41)
     scene = Scene(model, 100)
-    options = dict(implementation=implementation)
-    cache = jaxkv.load(model.poisoned(), scene.chunks[:2], scene.slots[:16], **options)
-    cache = jaxkv.load(cache, scene.chunks[:1], scene.slots, starts=[0], ends=[8], **options)
-    traced = bulk._scatter_in_place._cache_size()
     other = [Scene(model, n, seed=n) for n in (1, 9, 64)]
+    with helpers.compilations() as first:
+        cache = jaxkv.load(model.poisoned(), scene.chunks[:2], scene.slots[:16], **way)
+    assert first
     with helpers.compilations() as compiled:
         for part in other:
-            cache = jaxkv.load(cache, part.chunks, part.slots, **options)
-            last = dict(starts=part.starts[-1:], ends=part.ends[-1:])
-            cache = jaxkv.load(cache, part.chunks[-1:], part.slots, **last, **options)
+            cache = jaxkv.load(cache, part.chunks, part.slots, **way)
+            cache = jaxkv.load(cache, part.chunks[-1:], part.slots, starts=part.starts[-1:], ends=part.ends[-1:], **way)
     assert not compiled
-    assert bulk._scatter_in_place._cache_size() == traced
+    for tokens in (20, 19):  # gaps of 12 and 11
+        with helpers.compilations() as compiled:
+            chunks = [scene.chunks[0], scene.chunks[1]]
+            options = dict(starts=[0, tokens], ends=[8, tokens + 8], gaps="zero")
+            cache = jaxkv.load(cache, chunks, scene.slots, **options, **way)
+    assert not compiled

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.rope import Rope
-from jaxkv.rotation import deltas_from_angles
+from jaxkv.rotation import checked_window, deltas_from_angles, rotate
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)

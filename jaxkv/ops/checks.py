@@ -1,10 +1,11 @@
 """What is checked before an op is launched: pools, rows and slots, each error naming the argument."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -18,6 +19,14 @@ OUT_OF_RANGE = ("raise", "skip")
 def is_traced(x: Any) -> bool:
     """Whether the values of `x` are unknown because a function is being traced."""
     return isinstance(x, jax.core.Tracer)
+
+
+def is_tracing(values: Iterable[Any]) -> bool:
+    """Whether a function is being traced: one of these values, or one that closes over all of them."""
+    return any(map(is_traced, values)) or jax.extend.core.get_opaque_trace_state() != _NOT_TRACING
+
+
+_NOT_TRACING = jax.extend.core.get_opaque_trace_state()
 
 
 def check_dtype(dtype: DTypeLike, name: str) -> None:
@@ -36,6 +45,13 @@ def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[j
         TypeError: a leaf is no array.
         ValueError: the pytree is not of the layout's levels, or an array was deleted.
     """
+    leaves, structure = jax.tree.flatten(tree)
+    if all(
+        isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_deleted()) for leaf in leaves
+    ):
+        if leaves and _nested_as(tree, layout.levels, layers):
+            return leaves, structure
+    # Something is wrong: say what, and where in the tree.
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not paths:
         raise ValueError(f"{name}: there are no arrays in {tree!r}, expected {_describe(layout, layers)}")
@@ -46,15 +62,15 @@ def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[j
         if not is_traced(leaf) and leaf.is_deleted():
             where = name + jax.tree_util.keystr(path)
             raise ValueError(f"{where}: this array was deleted or donated to an earlier call; use that call's result")
-    if not _nested_as(tree, layout.levels, layers):
-        found = f"{len(tree)} entries and {len(paths)} arrays" if isinstance(tree, Sequence) else f"{len(paths)} arrays"
-        raise ValueError(f"{name}: got {found}, expected {_describe(layout, layers)}")
-    return [leaf for _, leaf in paths], structure
+    found = f"{len(tree)} entries and {len(paths)} arrays" if isinstance(tree, Sequence) else f"{len(paths)} arrays"
+    raise ValueError(f"{name}: got {found}, expected {_describe(layout, layers)}")
 
 
 def _nested_as(tree: Any, levels: Sequence[str], layers: int) -> bool:
     """Whether every level of a tree has its number of entries, as far as it is a sequence, and arrays at its end."""
     sizes = [layers if level == "layer" else 2 for level in levels]
+    if not levels and isinstance(tree, jax.Array):
+        return True
     if not levels or not isinstance(tree, Sequence):
         return len(jax.tree.leaves(tree)) == math.prod(sizes)
     return len(tree) == sizes[0] and all(_nested_as(entry, levels[1:], layers) for entry in tree)
@@ -73,6 +89,8 @@ def check_placement(arrays: Sequence[jax.Array], head_axes: Sequence[int | None]
         NotImplementedError: an array is sharded over another axis than heads.
     """
     for i, (array, head_axis) in enumerate(zip(arrays, head_axes, strict=True)):
+        if i and array.sharding == arrays[0].sharding and array.shape == arrays[0].shape:
+            continue  # as array 0, which is fine
         kind, default = array.sharding.memory_kind, next(iter(array.devices())).default_memory().kind
         if kind not in (None, default):
             raise ValueError(f"{name}: array {i} is in memory kind {kind!r}, expected {default!r}")

@@ -69,7 +69,12 @@ def _partitioned(
         del results
         split = leaves.split(operands[1:])
         place = [leaf.sharding(mesh, split.mesh_axes) for leaf in (leaves.slots, *leaves.pool, *leaves.chunks)]
-        return mesh, local(split.ways), tuple(place[len(shapes) :]), tuple(place[: len(shapes)])
+        return (
+            mesh,
+            local(split.ways),
+            place[len(shapes) :],
+            tuple(place[: len(shapes)]),
+        )  # results: a list, as `bind`'s
 
     call = custom_partitioning(local(1))
     rule, sizes = leaves.rule((leaves.slots, *leaves.pool), leaves.chunks)

@@ -44,7 +44,7 @@ def place_leaves(
     Returns:
         The host arrays, written in place.
     """
-    program = _place_program(tuple(array.sharding for array in host))
+    program = _place_program(host[0].sharding)
     return list(program(host, slots, pages, transfer=transfer, num_chunks=num_chunks, staging=staging))
 
 
@@ -74,7 +74,7 @@ def fetch_leaves(
     Returns:
         The pool leaves, written.
     """
-    program = _fetch_program(tuple(array.sharding for array in pages), donate)
+    program = _fetch_program(pages[0].sharding, donate)
     return list(program(pages, slots, host, transfer=transfer, num_chunks=num_chunks, rows=rows, staging=staging))
 
 
@@ -82,17 +82,17 @@ _STATIC = ("transfer", "num_chunks", "staging")
 
 
 @functools.lru_cache(maxsize=64)
-def _place_program(shardings: tuple[Any, ...]) -> Any:
+def _place_program(sharding: Any) -> Any:
     def run(host: Any, slots: Any, pages: Any, *, transfer: Transfer, num_chunks: int, staging: int) -> Any:
         with jax.named_scope("jaxkv.place"):
             return _place_p.bind(slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
 
     # The memory kind of a result is not inferred from its type: it is named here.
-    return jax.jit(run, static_argnames=_STATIC, donate_argnums=0, out_shardings=list(shardings))
+    return jax.jit(run, static_argnames=_STATIC, donate_argnums=0, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=64)
-def _fetch_program(shardings: tuple[Any, ...], donate: bool) -> Any:
+def _fetch_program(sharding: Any, donate: bool) -> Any:
     def run(pages: Any, slots: Any, host: Any, *, transfer: Transfer, num_chunks: int, rows: int, staging: int) -> Any:
         with jax.named_scope("jaxkv.fetch"):
             return _fetch_p.bind(
@@ -100,7 +100,7 @@ def _fetch_program(shardings: tuple[Any, ...], donate: bool) -> Any:
             )
 
     donated = 0 if donate else ()
-    return jax.jit(run, static_argnames=(*_STATIC, "rows"), donate_argnums=donated, out_shardings=list(shardings))
+    return jax.jit(run, static_argnames=(*_STATIC, "rows"), donate_argnums=donated, out_shardings=sharding)
 
 
 def _split(operands: Sequence[Any], transfer: Transfer, num_chunks: int) -> tuple[Sequence[Any], Sequence[Any]]:

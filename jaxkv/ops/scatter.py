@@ -101,7 +101,8 @@ def _partitioned(
         del results
         split = leaves.split(_pool_of(operands[1:], transfer, num_chunks))
         place = [leaf.sharding(mesh, split.mesh_axes) for leaf in (leaves.slots, *leaves.chunks, *leaves.pool)]
-        return mesh, local(split.ways), tuple(place[len(place) - len(leaves.pool) :]), tuple(place)
+        results_at = len(place) - len(leaves.pool)
+        return mesh, local(split.ways), place[results_at:], tuple(place)  # results: a list, as `bind`'s
 
     call = custom_partitioning(local(1))
     rule, sizes = leaves.rule((leaves.slots, *leaves.chunks, *leaves.pool), leaves.pool)

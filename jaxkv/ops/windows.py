@@ -131,6 +131,9 @@ def pack(transfer: Transfer, rows: jax.Array) -> list[jax.Array]:
     out = []
     for leaf, (shape, kind) in enumerate(zip(transfer.chunk_shapes(rows.shape[2]), transfer.chunk_kinds, strict=True)):
         held = _select(rows, transfer.members("chunk")[leaf], 0)
+        if held.size == 0:
+            out.append(held.reshape(shape))  # no tokens, hence no page to split them by
+            continue
         split = held.reshape((*held.shape[:2], pages, sizes.page_size, *held.shape[3:]))
         axes = tuple(axis for axis, _ in transfer.chunk.atoms(sizes, pages, kv=kind))
         out.append(_reorder(split, ("layer", "kv", "page", "token", "head", "dim"), axes).reshape(shape))

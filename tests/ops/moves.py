@@ -137,9 +137,9 @@ class Move:
             "pad": self.pool.padding,
         }
 
-    def rows(self, slots: Any) -> np.ndarray:
-        """Canonical rows of some slots of the source, all layers."""
-        return oracle.read_rows(self.source, slots=slots, **self._oracle)
+    def rows(self, slots: Any, pages: Any = None) -> np.ndarray:
+        """Canonical rows of some slots of the source (or other pages), all layers."""
+        return oracle.read_rows(self.source if pages is None else pages, slots=slots, **self._oracle)
 
     def packed(self, rows: np.ndarray) -> Any:
         """Canonical rows as a chunk of the layers that move."""
@@ -185,8 +185,16 @@ def distinct_slots(num_slots: int, count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).permutation(num_slots)[:count].astype(np.int32)
 
 
+def implementations() -> list[str]:
+    """The implementations that the default device has."""
+    return ["xla"] if _why_no_ffi() else ["xla", "ffi"]
+
+
 def skip_without_handlers(implementation: str | None) -> None:
     """Skips what needs FFI handlers where there are none, as in a source tree without its extension."""
-    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-    if implementation == "ffi" and (why := native.why_not(platform)):
+    if implementation == "ffi" and (why := _why_no_ffi()):
         pytest.skip(why)
+
+
+def _why_no_ffi() -> str | None:
+    return native.why_not({"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend()))

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 
+#include "cpu_turn.h"
 #include "transfer.h"
 
 namespace jaxkv {
@@ -79,6 +80,7 @@ void MoveAll(const Transfer& transfer, const int32_t* slots, int64_t num_tokens,
   constexpr int64_t kBlockBytes = 1 << 18;  // large against a task's cost, small against a cache's share of L2
   for (int64_t m = 0; m < transfer.num_moves; ++m) {
     const Move& move = transfer.moves[m];
+    const TurnRow turn = move.table < 0 ? nullptr : TurnRowOf(transfer.turn.format);
     const int64_t token_bytes = std::max<int64_t>(move.heads * move.dims * move.run, 1);
     const int64_t block_tokens = std::clamp<int64_t>(kBlockBytes / token_bytes, 1, std::max<int64_t>(num_tokens, 1));
     const int64_t blocks_per_plane = (num_tokens + block_tokens - 1) / block_tokens;
@@ -86,7 +88,7 @@ void MoveAll(const Transfer& transfer, const int32_t* slots, int64_t num_tokens,
       const Plane& plane = transfer.planes[move.first_plane + block / blocks_per_plane];
       const int64_t first = block % blocks_per_plane * block_tokens;
       const int64_t last = std::min(first + block_tokens, num_tokens);
-      char* pool_base = pool(plane.pool_leaf) + plane.pool_offset;
+      char* pool_base = pool(plane.pool_leaf) + plane.pool_offset + move.pool_start;
       for (int64_t token = first; token < last; ++token) {
         const int64_t slot = slots[token];
         const bool served = slot >= 0 && slot < transfer.num_slots;
@@ -98,10 +100,14 @@ void MoveAll(const Transfer& transfer, const int32_t* slots, int64_t num_tokens,
         if (served) in_pool += TokenOffset(move.pool, slot / transfer.page_size, slot % transfer.page_size);
         char* in_chunk = in_pool;  // never read: a token without a row is zeroed
         if (has_row) {
-          in_chunk = chunk(chunk_index * leaves_per_chunk + plane.chunk_leaf) + plane.chunk_offset +
+          in_chunk = chunk(chunk_index * leaves_per_chunk + plane.chunk_leaf) + plane.chunk_offset + move.chunk_start +
                      TokenOffset(move.chunk, row / transfer.page_size, row % transfer.page_size);
         }
-        MoveToken<direction>(move, in_pool, in_chunk, !served || !has_row);
+        if (turn != nullptr) {
+          turn(move, transfer.turn, transfer.deltas, token, in_pool, has_row ? in_chunk : nullptr);
+        } else {
+          MoveToken<direction>(move, in_pool, in_chunk, !served || !has_row);
+        }
       }
     };
     ParallelFor(threads, blocks_per_plane * move.num_planes, body);

@@ -86,7 +86,9 @@ ffi::Error MoveThroughStaging(cudaStream_t stream, ffi::ScratchAllocator& scratc
       }
     };
     auto move = [&] {
-      return MoveAll<direction>(stream, transfer, slots + c * transfer.rows, transfer.rows, leaves_per_chunk, pool,
+      Transfer one = transfer;
+      one.deltas = transfer.deltas.From(c * transfer.rows);
+      return MoveAll<direction>(stream, one, slots + c * transfer.rows, transfer.rows, leaves_per_chunk, pool,
                                 [&](int64_t leaf) { return buffer(c, leaf); });
     };
     if (direction == Direction::kGather) {

@@ -9,48 +9,11 @@
 
 #include <algorithm>
 
+#include "cuda_launch.cuh"
+#include "cuda_turn.cuh"
 #include "transfer.h"
 
 namespace jaxkv {
-
-enum class Direction { kGather, kScatter };
-
-// Division of a 31-bit number by a constant known at launch, as one multiplication (Granlund and Montgomery 1994).
-struct Divider {
-  uint32_t divisor, magic, shift;
-
-  static Divider By(int64_t value) {
-    Divider d{static_cast<uint32_t>(value), 0, 0};
-    while ((uint64_t{1} << d.shift) < d.divisor) ++d.shift;
-    d.magic = static_cast<uint32_t>((uint64_t{1} << 32) * ((uint64_t{1} << d.shift) - d.divisor) / d.divisor + 1);
-    return d;
-  }
-  // Splits n into quotient (returned) and remainder.
-  __device__ __forceinline__ uint32_t Split(uint32_t n, uint32_t& remainder) const {
-    const uint32_t quotient = (__umulhi(n, magic) + n) >> shift;
-    remainder = n - quotient * divisor;
-    return quotient;
-  }
-};
-
-// Everything one launch needs, by value in the kernel's parameters (4 KiB at most on every supported toolkit):
-// no pointer table in device memory, so nothing to copy there and nothing that could go stale.
-constexpr int kMaxPlanes = 128;
-constexpr int kMaxChunks = 120;
-struct Launch {
-  char* pool[kMaxPlanes];          // address of each plane in the pool
-  int64_t chunk_plane[kMaxPlanes]; // offset of each plane in its chunk; with one chunk, its address
-  char* chunk[kMaxChunks];         // address of each chunk's leaf; with one chunk, null
-  const int32_t* slots;
-  Side pool_side, chunk_side;
-  Divider items, dims, heads, tokens, page_size, rows;
-  uint32_t words;                  // of one run
-  uint32_t total;                  // items to move
-  uint32_t num_slots, num_rows, first_token;
-};
-static_assert(sizeof(Launch) <= 4096, "kernel parameters are limited to 4 KiB");
-
-constexpr int kThreads = 256;
 
 // An item is kWords words of one run, as far apart as there are items in it: neighbouring threads touch neighbouring
 // words, and an address is worked out once for all of them. A thread moves kItems items, a grid apart. Addresses,
@@ -74,25 +37,13 @@ __global__ void __launch_bounds__(kThreads) MoveKernel(const __grid_constant__ L
       }
       const uint32_t plane = launch.tokens.Split(rest, token);
       token += launch.first_token;
-      const uint32_t slot = __ldg(launch.slots + token);
-      const bool served = slot < launch.num_slots;  // a negative slot is a large unsigned one
-      const bool has_row = direction == Direction::kGather || token < launch.num_rows;
-      char *in_pool = nullptr, *in_chunk = nullptr;
-      if (served) {
-        uint32_t offset;
-        const uint32_t page = launch.page_size.Split(slot, offset);
-        in_pool = launch.pool[plane] + TokenOffset(launch.pool_side, page, offset);
-        if (!kOneRun) in_pool += head * launch.pool_side.head + dim * launch.pool_side.dim;
+      Ends ends = Find<direction>(launch, plane, token);
+      if (!kOneRun) {
+        if (ends.pool != nullptr) ends.pool += head * launch.pool_side.head + dim * launch.pool_side.dim;
+        if (ends.chunk != nullptr) ends.chunk += head * launch.chunk_side.head + dim * launch.chunk_side.dim;
       }
-      if (has_row) {
-        uint32_t row, offset;
-        const uint32_t chunk = launch.rows.Split(token, row);
-        const uint32_t page = launch.page_size.Split(row, offset);
-        in_chunk = launch.chunk[chunk] + launch.chunk_plane[plane] + TokenOffset(launch.chunk_side, page, offset);
-        if (!kOneRun) in_chunk += head * launch.chunk_side.head + dim * launch.chunk_side.dim;
-      }
-      source[i] = reinterpret_cast<const Word*>(direction == Direction::kGather ? in_pool : in_chunk);
-      target[i] = reinterpret_cast<Word*>(direction == Direction::kGather ? in_chunk : in_pool);
+      source[i] = reinterpret_cast<const Word*>(direction == Direction::kGather ? ends.pool : ends.chunk);
+      target[i] = reinterpret_cast<Word*>(direction == Direction::kGather ? ends.chunk : ends.pool);
     }
   }
   // Each byte is touched once: streaming hints keep it from displacing what the model has in L2. Items of several
@@ -168,8 +119,8 @@ ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t*
         const Plane& plane = planes[last];
         if (!one_chunk && plane.chunk_leaf != planes[first].chunk_leaf) break;
         char* chunk_base = one_chunk ? chunk(plane.chunk_leaf) : nullptr;
-        launch.pool[last - first] = pool(plane.pool_leaf) + plane.pool_offset;
-        launch.chunk_plane[last - first] = reinterpret_cast<int64_t>(chunk_base) + plane.chunk_offset;
+        launch.pool[last - first] = pool(plane.pool_leaf) + plane.pool_offset + move.pool_start;
+        launch.chunk_plane[last - first] = reinterpret_cast<int64_t>(chunk_base) + plane.chunk_offset + move.chunk_start;
         bases |= reinterpret_cast<uintptr_t>(launch.pool[last - first]) | launch.chunk_plane[last - first];
       }
       launch.slots = slots;
@@ -190,7 +141,8 @@ ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t*
           chunk_bases |= reinterpret_cast<uintptr_t>(launch.chunk[c]);
         }
         const int word_bytes = WordBytes(move, bases | chunk_bases);
-        const int64_t words_per_token = move.heads * move.dims * (move.run / word_bytes) * (last - first);
+        const int64_t words_per_run = move.table < 0 ? move.run / word_bytes : 1;
+        const int64_t words_per_token = move.heads * move.dims * words_per_run * (last - first);
         const bool reaches_end = first_chunk + chunks == transfer.num_chunks;
         tokens = reaches_end ? num_tokens - token : (first_chunk + chunks) * transfer.rows - token;
         tokens = std::min(tokens, std::max<int64_t>(((int64_t{1} << 31) - 1) / words_per_token, 1));
@@ -203,6 +155,10 @@ ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t*
         launch.rows = Divider::By(std::max<int64_t>(transfer.rows, 1));
         launch.words = static_cast<uint32_t>(move.run / word_bytes);
         launch.tokens = Divider::By(tokens);
+        if (move.table >= 0) {
+          StartTurn(stream, launch, move, transfer.turn, transfer.deltas.From(origin), tokens * (last - first), word_bytes);
+          continue;
+        }
         const int64_t runs = tokens * (last - first) * move.heads * move.dims;
         const bool one_run = move.heads * move.dims == 1;
         switch (word_bytes) {

@@ -1,4 +1,4 @@
-// fetch on the CPU: (slots, host leaves..., pool leaves...) -> pool leaves, each aliased to its operand. A scatter
+// fetch on the CPU: (slots, delta tables..., host leaves..., pool leaves...) -> pool leaves, each aliased to its operand. A scatter
 // from pinned memory, which on a CPU is memory like any other: one copy, and no use for `staging`.
 
 #include "cpu_move.h"
@@ -8,14 +8,16 @@ namespace jaxkv {
 namespace {
 
 ffi::Error Fetch(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> slots,
-                 ffi::RemainingArgs host_and_pool, ffi::RemainingRets pool, ffi::Span<const int64_t> planes,
-                 ffi::Span<const int64_t> moves, int64_t page_size, int64_t num_slots, int64_t rows,
+                 ffi::RemainingArgs operands, ffi::RemainingRets pool, ffi::Span<const int64_t> planes,
+                 ffi::Span<const int64_t> moves, ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots, int64_t rows,
                  int64_t num_chunks, int64_t) {
-  const Transfer transfer = DecodeTransfer(planes, moves, page_size, num_slots, rows, num_chunks);
-  const int64_t num_host = host_and_pool.size() - pool.size();
+  Transfer transfer = DecodeTransfer(planes, moves, page_size, num_slots, rows, num_chunks, turn);
+  DecodeDeltas(transfer, operands);
+  const int64_t first = NumDeltaOperands(transfer);
+  const int64_t num_host = operands.size() - first - pool.size();
   auto pool_leaf = [&](int64_t i) { return static_cast<char*>((*pool.get<ffi::AnyBuffer>(i))->untyped_data()); };
   auto host_leaf = [&](int64_t i) {
-    return static_cast<char*>(host_and_pool.get<ffi::AnyBuffer>(i)->untyped_data());
+    return static_cast<char*>(operands.get<ffi::AnyBuffer>(first + i)->untyped_data());
   };
   const int64_t per_chunk = num_chunks == 0 ? 0 : num_host / num_chunks;
   MoveAll<Direction::kScatter>(transfer, slots.typed_data(), slots.element_count(), per_chunk, pool_leaf, host_leaf, threads);
@@ -29,10 +31,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxkvFetchCpu, jaxkv::Fetch,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()  // slots
-                                  .RemainingArgs()                         // host leaves, then pool leaves
+                                  .RemainingArgs()                         // delta tables, host leaves, pool leaves
                                   .RemainingRets()                         // pool leaves, in place
                                   .Attr<xla::ffi::Span<const int64_t>>("planes")
                                   .Attr<xla::ffi::Span<const int64_t>>("moves")
+                                  .Attr<xla::ffi::Span<const int64_t>>("turn")
                                   .Attr<int64_t>("page_size")
                                   .Attr<int64_t>("num_slots")
                                   .Attr<int64_t>("rows")

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import host
-from .chunk import Chunk, ChunkFormat, Fingerprint, as_format
-from .host import Restore, groups_of
+from .chunk import Chunk, ChunkFormat, Fingerprint, as_format, check_chunks, known
+from .host import Part, Restore, groups_of
 from .ops import checks, primitive
-from .plans import Plan, Ranges, check_chunks, check_ranges, check_skip_prefix, known
+from .plans import Plan
 from .plans import plan as make_plan
+from .selection import Selection, select
 from .spec import CacheSpec, PagedCache, Pool
 from .tuning import Tuning
 
@@ -75,42 +76,46 @@ def store(
         RuntimeError: `implementation="ffi"` where no handlers were built, or a `path` that is not possible.
     """
     spec, pool, tuning = _check_call(cache, implementation, tuning)
-    checks.check_out_of_range(out_of_range)
     rows = tuning.chunk_tokens if chunk_tokens is None else chunk_tokens
     if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
         raise ValueError(f"chunk_tokens: expected an int of at least 1, got {chunk_tokens!r}")
     format = as_format(spec, format, layers_per_array)
     groups = groups_of(spec, format)
-    rows = int(rows)
-    slot = checks.slots_int32(slots, read=out_of_range == "raise")
-    ranges = _store_ranges(slot.shape[0], rows, starts, ends)
-    prefix = check_skip_prefix(skip_prefix)
-    position = _positions(positions, slot.shape[0])
-    table, valid, held = _rows_of(slot, ranges, rows, prefix, pool.num_slots, out_of_range)
-
-    recycled = _recycled(into, spec, format, rows, len(ranges.starts), pool)
-    traced = checks.is_tracing((*pool.leaves, table))
+    chosen = select(
+        spec,
+        slots,
+        rows=int(rows),
+        num_slots=pool.num_slots,
+        starts=starts,
+        ends=ends,
+        positions=positions,
+        skip_prefix=skip_prefix,
+        out_of_range=out_of_range,
+    )
+    count = len(chosen.slots)
+    recycled = _recycled(into, spec, format, chosen.rows, count)
+    traced = checks.is_tracing((*pool.leaves, chosen.slots))
     options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
     hosts = [array for chunk in recycled for array in chunk.data] if recycled else None
-    nbytes = len(ranges.starts) * rows * spec.bytes_per_token
+    nbytes = count * chosen.rows * spec.bytes_per_token
     way = host.choose(path, pool, hosts, nbytes=nbytes, **options)
-    if len(ranges.starts) == 0:
+    if count == 0:
         return ()
     if traced:
-        data = host.save_traced(pool, table, groups, implementation)
+        data = host.save_traced(pool, chosen.slots, groups, implementation)
     elif way.path == "overlapped":
         for array in hosts or ():
             array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
-        data = host.save_overlapped(pool, table, groups, way, implementation)
+        data = host.save_overlapped(pool, chosen.slots, groups, way, implementation)
     else:
-        held_back = len(recycled)
-        data = host.save_into(pool, table[:held_back], groups, way, [chunk.data for chunk in recycled])
-        if held_back < len(table):
+        held = len(recycled)
+        data = host.save_into(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
+        if held < count:
             rest = host.choose("overlapped", pool, None, nbytes=nbytes, **options)
-            data += host.save_overlapped(pool, table[held_back:], groups, rest, implementation)
-    at = _rows_from(position, ranges, rows)
-    fingerprint = Fingerprint.of(spec, format)
-    return tuple(Chunk(arrays, np.int32(held[k]), at[k], valid[k], fingerprint) for k, arrays in enumerate(data))
+            data += host.save_overlapped(pool, chosen.slots[held:], groups, rest, implementation)
+        for array in hosts or ():
+            array.delete()  # a CPU donates nothing that NumPy has a view of
+    return chunks_of(data, chosen, Fingerprint.of(spec, format))
 
 
 def load(
@@ -139,7 +144,7 @@ def load(
         path: "overlapped", "engine" or "direct" (see `jaxkv.host`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
-        **options: of `plan`: `starts`, `ends`, `gaps`, `skip_prefix`, `out_of_range`, `unique_slots`.
+        **options: of `plan`: `starts`, `ends`, `positions`, `gaps`, `skip_prefix`, `out_of_range`, `unique_slots`.
 
     Returns:
         The cache, written.
@@ -170,12 +175,16 @@ def load(
     if not moving and not zeroing:
         # Not the caller's own arrays: who keeps the cache may well donate the result.
         return cache if donate or traced else jax.tree.map(jnp.copy, cache)
-    parts = [(slots_of[k], plan.chunks[k].data, groups_of(spec, plan.chunks[k].format)) for k in moving]
+    turning, positions = plan.positions is not None, plan.positions_by_chunk()
+    parts = []
+    for k in moving:
+        chunk = plan.chunks[k]
+        parts.append(Part(slots_of[k], chunk.data, groups_of(spec, chunk.format, turning), positions[k]))
     nbytes = sum(plan.chunks[k].nbytes for k in moving)
     way = host.choose(
         path,
         pool,
-        [array for _, data, _ in parts for array in data],
+        [array for part in parts for array in part.data],
         traced=traced,
         nbytes=nbytes,
         implementation=implementation,
@@ -184,22 +193,33 @@ def load(
     restore = Restore(pool, donate=donate, traced=traced, implementation=implementation)
     try:
         if way.path == "overlapped":
-            shardings = [None if traced else _shardings(groups, pool, slots.shape[0]) for slots, _, groups in parts]
+            shardings = [None if traced else _shardings(part, pool) for part in parts]
             restore.overlapped(parts, shardings, tuning.staging)
         else:
             restore.from_pinned(parts, way)
         if zeroing:
             # Padded to a power of two, so that few programs serve all lengths.
             size = 1 << (plan.zero_slots.shape[0] - 1).bit_length()
-            restore.scatter(_padded(plan.zero_slots, size), (), groups_of(spec, as_format(spec, None)))
+            restore.scatter(Part(_padded(plan.zero_slots, size), (), groups_of(spec, as_format(spec, None))), ())
     except Exception as error:
-        error.cache = PagedCache(jax.tree.unflatten(pool.structure, restore.leaves), spec)  # type: ignore[attr-defined]
+        if not traced:  # what is traced has written nothing, and must not outlive its tracing
+            left = jax.tree.unflatten(pool.structure, restore.leaves)
+            error.cache = PagedCache(left, spec)  # type: ignore[attr-defined]
         raise
     leaves = restore.leaves
     if donate and not traced:
         for leaf in pool.leaves:
             leaf.delete()
     return PagedCache(jax.tree.unflatten(pool.structure, leaves), spec)
+
+
+def chunks_of(data: Sequence[tuple[jax.Array, ...]], chosen: Selection, fingerprint: Fingerprint) -> tuple[Chunk, ...]:
+    """Chunks from their arrays and what was selected."""
+    rest = zip(chosen.num_tokens, chosen.positions, chosen.valid, strict=True)
+    return tuple(
+        Chunk(arrays, held, positions, valid, fingerprint)
+        for arrays, (held, positions, valid) in zip(data, rest, strict=True)
+    )
 
 
 def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | None) -> tuple[CacheSpec, Pool, Tuning]:
@@ -239,65 +259,7 @@ def _may_move(slots: Any) -> bool:
     return bool((slots >= 0).any()) if isinstance(slots, np.ndarray) else slots.shape[0] > 0
 
 
-def _store_ranges(num_tokens: int, rows: int, starts: Sequence[int] | None, ends: Sequence[int] | None) -> Ranges:
-    if starts is None and ends is None:
-        first = np.arange(0, num_tokens, rows, dtype=np.int32)
-        return Ranges(first, np.minimum(first + np.int32(rows), np.int32(num_tokens)))
-    if starts is None or ends is None:
-        raise ValueError(f"starts and ends: give both or neither, got {starts!r} and {ends!r}")
-    ranges = check_ranges(starts, ends, num_tokens)
-    for k in np.flatnonzero(ranges.sizes > rows):
-        raise ValueError(
-            f"starts and ends: chunk {k} has range [{ranges.starts[k]}, {ranges.ends[k]}), more than the {rows} tokens "
-            f"of a chunk (chunk_tokens)"
-        )
-    return ranges
-
-
-def _rows_of(
-    slots: Any, ranges: Ranges, rows: int, prefix: Any, num_slots: int, out_of_range: str
-) -> tuple[Any, Any, np.ndarray]:
-    """The slot of each row, int32 `[chunks, rows]` with -1 for none; which rows are real; tokens of each chunk."""
-    token = ranges.starts[:, None] + np.arange(rows, dtype=np.int32)
-    given = token < ranges.ends[:, None]
-    token = np.where(given, token, np.int32(0))
-    traced = isinstance(slots, jax.Array) or checks.is_traced(prefix)
-    xp: Any = jnp if traced else np
-    if token.size == 0:
-        return token, given, ranges.sizes
-    slot = xp.asarray(slots)[token] if slots.shape[0] else xp.full(token.shape, -1, np.int32)
-    taken = given & (slot >= 0) & (token >= prefix)
-    if not traced and out_of_range == "raise":
-        used = np.zeros(len(slots), bool)
-        used[token[taken]] = True
-        checks.check_slots_in_pool(np.where(used, slots, np.int32(-1)), num_slots)
-    taken &= slot < num_slots
-    return xp.where(taken, slot, xp.asarray(-1, np.int32)), taken, ranges.sizes
-
-
-def _positions(positions: Any, num_tokens: int) -> Any:
-    """The position of each token, int32 `[tokens]`."""
-    if positions is None:
-        return np.arange(num_tokens, dtype=np.int32)
-    values = positions if isinstance(positions, jax.Array) else np.asarray(positions)
-    if not jnp.issubdtype(values.dtype, jnp.integer):
-        raise TypeError(f"positions: expected integers, got dtype {values.dtype}")
-    if values.shape != (num_tokens,):
-        raise ValueError(f"positions: got shape {values.shape} for {num_tokens} tokens")
-    return values.astype(np.int32)
-
-
-def _rows_from(values: Any, ranges: Ranges, rows: int) -> Any:
-    """Values by token to `[chunks, rows]`, 0 in rows without a token."""
-    token = ranges.starts[:, None] + np.arange(rows, dtype=np.int32)
-    given = token < ranges.ends[:, None]
-    xp = np if isinstance(values, np.ndarray) else jnp
-    return xp.where(given, values[np.where(given, token, 0)], xp.asarray(0, values.dtype))
-
-
-def _recycled(
-    into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int, pool: Pool
-) -> list[Chunk]:
+def _recycled(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int) -> list[Chunk]:
     """The chunks whose buffers a store takes, checked: as many as it needs, or as there are."""
     chunks = list(into)[:count]
     shapes = format.shapes(spec, rows)
@@ -323,8 +285,8 @@ def _recycled(
     return chunks
 
 
-def _shardings(groups: tuple[host.Group, ...], pool: Pool, rows: int) -> list[Any]:
-    return [sharding for _, sharding in host.chunk_places(groups, pool, rows)]
+def _shardings(part: Part, pool: Pool) -> list[Any]:
+    return [sharding for _, sharding in host.chunk_places(part.groups, pool, part.slots.shape[0])]
 
 
 def _padded(slots: Any, size: int) -> Any:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from .layout import Layout
+from .ops import checks
 from .rope import Rope
 from .spec import CacheSpec
 
@@ -126,12 +128,14 @@ class Fingerprint:
 
     Attributes:
         format: of the chunk's arrays.
+        page_size: tokens a page of the chunk, None where its format has no pages.
         num_layers, num_kv_heads, head_dim, planes, dtype: the KV itself.
         rope, rope_offset: how its keys are rotated.
         model: the spec's own word for weights and adapters.
     """
 
     format: ChunkFormat
+    page_size: int | None
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -146,6 +150,7 @@ class Fingerprint:
         """The fingerprint of chunks stored from a cache."""
         return cls(
             format,
+            spec.page_size if format.array_layout.has_axis("page") else None,
             spec.num_layers,
             spec.num_kv_heads,
             spec.head_dim,
@@ -223,3 +228,63 @@ class Chunk:
         if units[axis] != ("token",) or ("page",) in units:
             raise ValueError(f"rows: the tokens of {str(self.format.layout)!r} are not one axis; read `data` itself")
         return tuple(np.asarray(array).take(range(int(self.num_tokens)), axis=axis) for array in self.data)
+
+
+def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool = False) -> list[Chunk]:
+    """Checks that chunks can be loaded into a cache.
+
+    Args:
+        spec: of the cache.
+        chunks: to be loaded.
+        data_later: whether a chunk may be a mere description, its data to come layer by layer.
+
+    Raises:
+        TypeError: an entry is no chunk, or its dtype is not the cache's.
+        ValueError: an entry is missing, of other KV than the cache's, or its arrays have other shapes or were
+            deleted.
+    """
+    if isinstance(chunks, Chunk):
+        raise TypeError("chunks: expected a sequence of chunks, got one Chunk; put it in a tuple")
+    parts = list(chunks)
+    fitting: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}  # the chunks of one store differ in data alone
+    for i, chunk in enumerate(parts):
+        if chunk is None:
+            raise ValueError(f"chunks: entry {i} is missing (None)")
+        if not isinstance(chunk, Chunk):
+            raise TypeError(f"chunks: entry {i} is no Chunk but {type(chunk).__name__}")
+        kind = (id(chunk.fingerprint), chunk.num_rows)
+        if kind not in fitting:
+            dtype = chunk.fingerprint.dtype
+            if dtype != str(np.dtype(spec.dtype)):
+                raise TypeError(f"chunks: chunk {i} has dtype {dtype}, layer 0 of the cache has {np.dtype(spec.dtype)}")
+            different = chunk.fingerprint.difference(spec)
+            if different:
+                raise ValueError(f"chunks: chunk {i} was stored from another cache: {different}")
+            fitting[kind] = chunk.format.shapes(spec, chunk.num_rows)
+        if not chunk.data and data_later:
+            continue
+        shapes = fitting[kind]
+        if tuple(array.shape for array in chunk.data) != shapes:
+            raise ValueError(
+                f"chunks: chunk {i} has arrays of shapes {[array.shape for array in chunk.data]}, expected "
+                f"{list(shapes)} for {chunk.num_rows} rows in format {str(chunk.format.layout)!r}"
+            )
+        for array in chunk.data:
+            if array.dtype != spec.dtype:
+                raise TypeError(f"chunks: chunk {i} holds {array.dtype}, the cache {np.dtype(spec.dtype)}")
+            if checks.is_traced(array):
+                continue
+            if array.is_deleted():
+                raise ValueError(f"chunks: an array of chunk {i} was deleted or donated to an earlier call")
+            if array.sharding.memory_kind == "unpinned_host":
+                raise ValueError(
+                    f"chunks: chunk {i} is in memory kind 'unpinned_host', expected 'pinned_host' (or 'device')"
+                )
+    return parts
+
+
+def known(values: Any, read: bool) -> Any:
+    """Values as NumPy where they are known and may be read (which waits for a device array), else as they are."""
+    if isinstance(values, jax.Array) and (checks.is_traced(values) or not read):
+        return values
+    return np.asarray(values)

@@ -27,7 +27,8 @@ from .ops.gather import gather_leaves
 from .ops.pinned import fetch_leaves, place_leaves
 from .ops.scatter import scatter_leaves
 from .ops.sharding import describe
-from .ops.transfer import Transfer
+from .ops.transfer import Transfer, Turn
+from .rope import Rope, stacked_deltas
 from .spec import CacheSpec, Pool
 from .tuning import Tuning
 
@@ -38,18 +39,33 @@ Arrays = tuple[jax.Array, ...]
 
 
 class Group(NamedTuple):
-    """Layers that share an array of a chunk: their transfer, and the pool leaves it touches."""
+    """Layers that share an array of a chunk.
+
+    Attributes:
+        transfer: between their pages and that array.
+        leaves: numbers of the pool leaves it touches.
+        turn: how their keys turn, None where they do not.
+        ropes: whose delta tables that takes, in the order of the tables.
+    """
 
     transfer: Transfer
     leaves: tuple[int, ...]
+    turn: Turn | None = None
+    ropes: tuple[Rope, ...] = ()
+
+    def deltas(self, positions: tuple[Any, Any] | None) -> Arrays:
+        """The delta tables of rows that move from old to new positions."""
+        return () if positions is None or self.turn is None else stacked_deltas(self.ropes, *positions)
 
 
 @functools.lru_cache(maxsize=256)
-def groups_of(spec: CacheSpec, format: ChunkFormat) -> tuple[Group, ...]:
-    """The groups of a format, in the order of a chunk's arrays."""
-    return tuple(
-        Group(*spec.transfer(format.array_layout, layers).narrowed()) for layers in format.groups(spec.num_layers)
-    )
+def groups_of(spec: CacheSpec, format: ChunkFormat, turning: bool = False) -> tuple[Group, ...]:
+    """The groups of a format, in the order of a chunk's arrays; `turning` where keys are to be moved."""
+    groups = []
+    for layers in format.groups(spec.num_layers):
+        turn, ropes = (spec.turn(layers), spec.ropes(layers)) if turning else (None, ())
+        groups.append(Group(*spec.transfer(format.array_layout, layers).narrowed(), turn, ropes))
+    return tuple(groups)
 
 
 def place(arrays: Sequence[jax.Array]) -> Arrays:
@@ -183,7 +199,7 @@ def save_into(pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, hosts
     chunks: list[list[jax.Array]] = [[] for _ in hosts]
     for run in batches(len(hosts), way.batch):
         first = 0
-        for transfer, numbers in groups:
+        for transfer, numbers, *_ in groups:
             held = len(transfer.chunk_kinds)
             placed = place_leaves(
                 table[run.start : run.stop].reshape(-1),
@@ -199,6 +215,22 @@ def save_into(pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, hosts
     return [tuple(chunk) for chunk in chunks]
 
 
+class Part(NamedTuple):
+    """One chunk of a load.
+
+    Attributes:
+        slots: int32 `[rows]`, the slot of each row, -1 for none.
+        data: its arrays; none to write zero bytes.
+        groups: of its format.
+        positions: None, or the old and new positions of its rows, int32 `[rows]` (`[3, rows]` for M-RoPE).
+    """
+
+    slots: Any
+    data: Arrays
+    groups: tuple[Group, ...]
+    positions: tuple[Any, Any] | None = None
+
+
 class Restore:
     """A load on its way: the leaves as they are, chunk after chunk.
 
@@ -210,68 +242,81 @@ class Restore:
         self.leaves = list(pool.leaves)
         self._donate, self._traced, self._implementation = donate, traced, implementation
 
-    def scatter(self, slots: Any, data: Arrays, groups: tuple[Group, ...]) -> None:
-        """Scatters one chunk that is on the device, or zero bytes where `data` is empty."""
+    def scatter(self, part: Part, data: Arrays) -> None:
+        """Scatters one chunk whose `data` is on the device, or zero bytes where that is empty."""
         step = _scatter_groups if self._traced else (_scatter_in_place if self._donate else _scatter_into_copy)
-        self.leaves = step(self.leaves, slots, data, groups=groups, implementation=self._implementation)
+        options: dict[str, Any] = {"groups": part.groups, "implementation": self._implementation}
+        self.leaves = step(self.leaves, part.slots, data, part.positions, **options)
         self._donate = True  # what a step made is ours to write into
 
-    def overlapped(self, parts: Sequence[tuple[Any, Arrays, tuple[Group, ...]]], shardings: Any, staging: int) -> None:
+    def overlapped(self, parts: Sequence[Part], shardings: Any, staging: int) -> None:
         """Fetches chunks a few ahead of their scatters.
 
         Args:
-            parts: slots, arrays and groups of each chunk.
+            parts: the chunks.
             shardings: where each chunk's arrays go; None for each while tracing.
             staging: chunks that are on their way at once.
         """
-        staged = deque(fetch(data, where) for (_, data, _), where in zip(parts[:staging], shardings, strict=False))
-        for at, (slots, _, groups) in enumerate(parts):
+        staged = deque(fetch(part.data, where) for part, where in zip(parts[:staging], shardings, strict=False))
+        for at, part in enumerate(parts):
             data = staged.popleft()
-            self.scatter(slots, data, groups)
+            self.scatter(part, data)
             if at + staging < len(parts):
                 if not self._traced:
                     jax.block_until_ready(data)  # or the copies of all chunks would claim device memory at once
-                staged.append(fetch(parts[at + staging][1], shardings[at + staging]))
+                staged.append(fetch(parts[at + staging].data, shardings[at + staging]))
 
-    def from_pinned(self, parts: Sequence[tuple[Any, Arrays, tuple[Group, ...]]], way: Way) -> None:
+    def from_pinned(self, parts: Sequence[Part], way: Way) -> None:
         """Scatters chunks straight from pinned memory, many in one operation where they are of one shape."""
         first = 0
         while first < len(parts):
-            groups, shape = parts[first][2], parts[first][0].shape
+            kind = (parts[first].groups, parts[first].slots.shape)
             alike = first
-            while alike < len(parts) and parts[alike][2] is groups and parts[alike][0].shape == shape:
+            while alike < len(parts) and (parts[alike].groups, parts[alike].slots.shape) == kind:
                 alike += 1
             for run in batches(alike - first, way.batch):
-                self._fetch_run(parts[first + run.start : first + run.stop], groups, way)
+                self._fetch_run(parts[first + run.start : first + run.stop], way)
             first = alike
 
-    def _fetch_run(self, run: Sequence[tuple[Any, Arrays, tuple[Group, ...]]], groups: Any, way: Way) -> None:
-        at = 0
-        rows = run[0][0].shape[0]
-        known = all(isinstance(slots, np.ndarray) for slots, _, _ in run)
-        slots = (np if known else jnp).concatenate([slots for slots, _, _ in run])
+    def _fetch_run(self, run: Sequence[Part], way: Way) -> None:
+        at, rows = 0, run[0].slots.shape[0]
+        slots = _concatenated([part.slots for part in run])
+        moves = [part.positions for part in run if part.positions is not None]
+        positions = tuple(map(_concatenated, zip(*moves, strict=True))) if moves else None
         donate, self._donate = self._donate, True
-        for transfer, numbers in groups:
-            held = len(transfer.chunk_kinds)
+        for group in run[0].groups:
+            held = len(group.transfer.chunk_kinds)
             written = fetch_leaves(
                 slots,
-                [leaf for _, data, _ in run for leaf in data[at : at + held]],
-                [self.leaves[i] for i in numbers],
-                transfer=transfer,
+                [leaf for part in run for leaf in part.data[at : at + held]],
+                [self.leaves[i] for i in group.leaves],
+                transfer=group.transfer,
                 num_chunks=len(run),
                 rows=rows,
                 staging=way.staging,
                 donate=donate,
+                turn=group.turn,
+                deltas=_deltas(positions, group=group) if group.turn is not None else (),
             )
-            for i, leaf in zip(numbers, written, strict=True):
+            for i, leaf in zip(group.leaves, written, strict=True):
                 self.leaves[i] = leaf
             at += held
+
+
+def _concatenated(arrays: Sequence[Any]) -> Any:
+    known = all(isinstance(array, np.ndarray) for array in arrays)
+    return (np if known else jnp).concatenate(arrays, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def _deltas(positions: Any, *, group: Group) -> Arrays:
+    return group.deltas(positions)
 
 
 def chunk_places(groups: tuple[Group, ...], pool: Pool, rows: int) -> list[tuple[tuple[int, ...], Any]]:
     """Shape and device sharding of each array of a chunk of this pool."""
     out: list[tuple[tuple[int, ...], Any]] = []
-    for transfer, numbers in groups:
+    for transfer, numbers, *_ in groups:
         arrays = [pool.leaves[i] for i in numbers]
         leaves = describe(transfer, rows, tuple(x.shape for x in arrays), 1, rows)
         sharding = arrays[0].sharding
@@ -295,7 +340,7 @@ def _gather_groups(
     options: dict[str, Any] = {"num_chunks": 1, "implementation": implementation}
     return tuple(
         part
-        for transfer, numbers in groups
+        for transfer, numbers, *_ in groups
         for part in gather_leaves(jnp.asarray(slots), [leaves[i] for i in numbers], transfer=transfer, **options)
     )
 
@@ -313,25 +358,28 @@ def _scatter_groups(
     leaves: Sequence[jax.Array],
     slots: Any,
     data: Arrays,
+    positions: tuple[Any, Any] | None,
     *,
     groups: tuple[Group, ...],
     implementation: str | None,
 ) -> list[jax.Array]:
     """Scatters one chunk, or zero bytes where `data` is empty."""
     out, parts, slots = list(leaves), list(data), jnp.asarray(slots)
-    for transfer, numbers in groups:
-        held = len(transfer.chunk_kinds) if data else 0
+    for group in groups:
+        held = len(group.transfer.chunk_kinds) if data else 0
         written = scatter_leaves(
             slots,
             parts[:held],
-            [out[i] for i in numbers],
-            transfer=transfer,
+            [out[i] for i in group.leaves],
+            transfer=group.transfer,
             num_chunks=1 if data else 0,
             rows=slots.shape[0] if data else 0,
             implementation=implementation,
+            turn=group.turn,
+            deltas=group.deltas(positions),
         )
         parts = parts[held:]
-        for i, leaf in zip(numbers, written, strict=True):
+        for i, leaf in zip(group.leaves, written, strict=True):
             out[i] = leaf
     return out
 

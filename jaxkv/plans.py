@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .chunk import Chunk
+from .chunk import Chunk, check_chunks, known
 from .ops import checks
 from .ops.scatter import last_wins
+from .selection import Ranges, check_positions, check_ranges, check_skip_prefix
 from .spec import CacheSpec, PagedCache
 
 GAPS = ("keep", "zero")
@@ -45,6 +46,9 @@ class Plan:
         slots: int32 `[rows of all chunks]`, the slot of each row; -1 where a row stays behind.
         zero_slots: int32 `[n]`, slots to fill with zero bytes (`gaps="zero"`), -1 for none.
         zeroed: bool `[tokens]`, the gap tokens: covered by no chunk, between the first and the last.
+        row_of_token: int32 `[tokens]`, the row that holds each token (the last one that does), -1 for none.
+        positions: None, or old and new positions of the rows, int32 `[rows of all chunks]` (`[3, ...]` for M-RoPE):
+            keys are moved from the one to the other.
         counts: what becomes of the tokens.
         spec: the cache it was made for.
         num_slots: slots of the pool it was checked against, or None where that is left to `load`.
@@ -55,6 +59,8 @@ class Plan:
     slots: Any
     zero_slots: Any
     zeroed: Any
+    row_of_token: Any
+    positions: tuple[Any, Any] | None
     counts: Counts
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
     num_slots: int | None = dataclasses.field(metadata={"static": True})
@@ -62,20 +68,18 @@ class Plan:
 
     def slots_by_chunk(self) -> list[Any]:
         """The slots of each chunk's rows, int32 `[rows]`."""
-        ends = list(itertools.accumulate(chunk.num_rows for chunk in self.chunks))
-        return [self.slots[first:last] for first, last in itertools.pairwise([0, *ends])]
+        return [self.slots[first:last] for first, last in self._spans()]
 
+    def positions_by_chunk(self) -> list[tuple[Any, Any] | None]:
+        """Old and new positions of each chunk's rows, None for each where nothing turns."""
+        if self.positions is None:
+            return [None] * len(self.chunks)
+        old, new = self.positions
+        return [(old[..., first:last], new[..., first:last]) for first, last in self._spans()]
 
-class Ranges(NamedTuple):
-    """Token ranges of chunks, starts and ends; NumPy where known, else traced."""
-
-    starts: Any
-    ends: Any
-
-    @property
-    def sizes(self) -> Any:
-        """Tokens of each range."""
-        return self.ends - self.starts
+    def _spans(self) -> list[tuple[int, int]]:
+        ends = itertools.accumulate(chunk.num_rows for chunk in self.chunks)
+        return list(itertools.pairwise([0, *ends]))
 
 
 def plan(
@@ -85,11 +89,13 @@ def plan(
     *,
     starts: Sequence[int] | None = None,
     ends: Sequence[int] | None = None,
+    positions: Any = None,
     gaps: str = "keep",
     skip_prefix: Any = 0,
     out_of_range: str = "raise",
     unique_slots: bool = False,
     num_pages: int | None = None,
+    data_later: bool = False,
 ) -> Plan:
     """Decides where the rows of chunks go.
 
@@ -103,12 +109,15 @@ def plan(
         slots: integers `[tokens]`, the slot of each token of the request; negative for tokens to leave out.
         starts: the first token that each chunk covers. By default the chunks follow one another from token 0.
         ends: one past the last token that each chunk covers; with `starts`.
+        positions: integers `[tokens]` (`[3, tokens]` for M-RoPE), where each token is in this request: keys are
+            turned there from the positions that the chunks carry. None leaves keys as they were stored.
         gaps: "keep", or "zero" to fill the slots of tokens between the first and the last chunk that no chunk
             covers with zero bytes (LMCache's behaviour).
         skip_prefix: tokens below this index are left alone.
         out_of_range: "raise", or "skip" to leave out tokens whose slot is past the pool.
         unique_slots: a promise that no two tokens share a slot, which saves looking for such.
         num_pages: pages of the pool, where `cache` is a spec; without it slots are checked when loading.
+        data_later: chunks may be descriptions without data, which comes layer by layer (see `fetch_layers`).
 
     Returns:
         The plan.
@@ -121,7 +130,7 @@ def plan(
     checks.check_out_of_range(out_of_range)
     if gaps not in GAPS:
         raise ValueError(f"gaps: {gaps!r} is unknown, expected one of {GAPS}")
-    parts = check_chunks(spec, chunks)
+    parts = check_chunks(spec, chunks, data_later=data_later)
     read = out_of_range == "raise"
     slot_of_token = checks.slots_int32(slots, read=read)
     num_tokens = slot_of_token.shape[0]
@@ -129,9 +138,11 @@ def plan(
     held, real = ([known(x, read) for x in xs] for xs in ([c.num_tokens for c in parts], [c.valid for c in parts]))
     ranges = _load_ranges(parts, held, num_tokens, starts, ends)
     prefix = check_skip_prefix(skip_prefix)
+    wanted = _wanted_positions(spec, positions, num_tokens, read)
+    stored = [] if wanted is None else [_stored_positions(spec, k, chunk, read) for k, chunk in enumerate(parts)]
 
     xp: Any = np
-    values = (slot_of_token, ranges.starts, prefix, *held, *real)
+    values = (slot_of_token, ranges.starts, prefix, *held, *real, wanted, *stored)
     if any(isinstance(value, jax.Array) for value in values):
         xp = jnp
 
@@ -152,8 +163,18 @@ def plan(
     if xp is np and out_of_range == "raise":
         _raise_for(outside, token, slot, num_slots)
     moves = taken & ~outside
+    moved_to, bad_position = None, xp.zeros(row.shape, bool)
+    if wanted is not None:
+        old = xp.concatenate([xp.asarray(x) for x in stored], axis=-1) if parts else wanted[..., :0]
+        new = xp.asarray(wanted)[..., token] if num_tokens else old
+        bad_position = moves & ~_can_turn(spec, old, new, xp)
+        if xp is np and out_of_range == "raise":
+            _raise_for_position(spec, bad_position, token, old, new)
+        moves = moves & ~bad_position
+        moved_to = (old, new)
     final = xp.where(moves, slot, xp.asarray(-1, np.int32))
-    num_given, num_taken, num_outside = (x.sum(dtype=np.int32) for x in (given, taken, outside))
+    num_given, num_taken, num_outside, num_bad = (x.sum(dtype=np.int32) for x in (given, taken, outside, bad_position))
+    row_of_token = _row_of_token(token, moves, num_tokens, xp)
 
     zeroed, zero_slots, gap_counts = _gaps(
         gaps, ranges, num_tokens, slot_of_token, prefix, num_slots, final, xp, out_of_range
@@ -162,105 +183,62 @@ def plan(
         zero_slots = _last_wins(zero_slots, xp, num_slots)  # the ops want distinct slots, also for zeros
         final = _last_wins(final, xp, num_slots)
     counts = Counts(
-        num_taken - num_outside + gap_counts.moved,
+        num_taken - num_outside - num_bad + gap_counts.moved,
         num_given - num_taken + gap_counts.skipped,
         num_outside + gap_counts.out_of_range,
-        np.int32(0),
+        num_bad,
     )
-    return Plan(tuple(parts), final, zero_slots, zeroed, counts, spec, num_slots, out_of_range)
+    return Plan(tuple(parts), final, zero_slots, zeroed, row_of_token, moved_to, counts, spec, num_slots, out_of_range)
 
 
-def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk]) -> list[Chunk]:
-    """Checks that chunks can be loaded into a cache.
-
-    Raises:
-        TypeError: an entry is no chunk, or its dtype is not the cache's.
-        ValueError: an entry is missing, of other KV than the cache's, or its arrays have other shapes or were
-            deleted.
-    """
-    if isinstance(chunks, Chunk):
-        raise TypeError("chunks: expected a sequence of chunks, got one Chunk; put it in a tuple")
-    parts = list(chunks)
-    fitting: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}  # the chunks of one store differ in data alone
-    for i, chunk in enumerate(parts):
-        if chunk is None:
-            raise ValueError(f"chunks: entry {i} is missing (None)")
-        if not isinstance(chunk, Chunk):
-            raise TypeError(f"chunks: entry {i} is no Chunk but {type(chunk).__name__}")
-        kind = (id(chunk.fingerprint), chunk.num_rows)
-        if kind not in fitting:
-            dtype = chunk.fingerprint.dtype
-            if dtype != str(np.dtype(spec.dtype)):
-                raise TypeError(f"chunks: chunk {i} has dtype {dtype}, layer 0 of the cache has {np.dtype(spec.dtype)}")
-            different = chunk.fingerprint.difference(spec)
-            if different:
-                raise ValueError(f"chunks: chunk {i} was stored from another cache: {different}")
-            fitting[kind] = chunk.format.shapes(spec, chunk.num_rows)
-        shapes = fitting[kind]
-        if tuple(array.shape for array in chunk.data) != shapes:
-            raise ValueError(
-                f"chunks: chunk {i} has arrays of shapes {[array.shape for array in chunk.data]}, expected "
-                f"{list(shapes)} for {chunk.num_rows} rows in format {str(chunk.format.layout)!r}"
-            )
-        for array in chunk.data:
-            if array.dtype != spec.dtype:
-                raise TypeError(f"chunks: chunk {i} holds {array.dtype}, the cache {np.dtype(spec.dtype)}")
-            if checks.is_traced(array):
-                continue
-            if array.is_deleted():
-                raise ValueError(f"chunks: an array of chunk {i} was deleted or donated to an earlier call")
-            if array.sharding.memory_kind == "unpinned_host":
-                raise ValueError(
-                    f"chunks: chunk {i} is in memory kind 'unpinned_host', expected 'pinned_host' (or 'device')"
-                )
-    return parts
+def _wanted_positions(spec: CacheSpec, positions: Any, num_tokens: int, read: bool) -> Any:
+    """The position of each token in this request, int32, or None where nothing turns."""
+    if positions is None:
+        return None
+    if spec.rope is None:
+        raise ValueError("positions: given, but the cache's spec has no rope to turn keys by; see CacheSpec(rope=...)")
+    spec.turn()  # raises where such keys cannot be turned
+    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    return check_positions("positions", known(positions, read), spec, num_tokens)
 
 
-def known(values: Any, read: bool) -> Any:
-    """Values as NumPy where they are known and may be read (which waits for a device array), else as they are."""
-    if isinstance(values, jax.Array) and (checks.is_traced(values) or not read):
-        return values
-    return np.asarray(values)
+def _stored_positions(spec: CacheSpec, k: int, chunk: Chunk, read: bool) -> Any:
+    if chunk.positions is None:
+        raise ValueError(f"chunks: chunk {k} carries 0 old positions for its {chunk.num_rows} rows")
+    positions = known(chunk.positions, read)
+    if positions.shape[-1] != chunk.num_rows:
+        raise ValueError(f"chunks: chunk {k} carries {positions.shape[-1]} old positions for its {chunk.num_rows} rows")
+    return check_positions(f"chunks: the old positions of chunk {k}", positions, spec, chunk.num_rows)
 
 
-def check_skip_prefix(skip_prefix: Any) -> Any:
-    """The prefix as an int (or a traced int32); ValueError where it is negative, TypeError where no integer."""
-    traced = checks.is_traced(skip_prefix)
-    value = skip_prefix if traced else np.asarray(skip_prefix)
-    if value.ndim or not np.issubdtype(value.dtype, np.integer):
-        raise TypeError(f"skip_prefix: expected an integer, got {skip_prefix!r}")
-    if traced:
-        return value.astype(jnp.int32)
-    if value < 0:
-        raise ValueError(f"skip_prefix: expected an integer of at least 0, got {skip_prefix!r}")
-    return np.int32(min(int(value), checks.INT32_MAX))
+def _can_turn(spec: CacheSpec, old: Any, new: Any, xp: Any) -> Any:
+    """Which rows every rope of the cache can move."""
+    ok = xp.ones(old.shape[-1:], bool)
+    for rope in spec.ropes():
+        ok = ok & rope.position_ok(old, new)
+    return ok
 
 
-def check_ranges(starts: Sequence[int], ends: Sequence[int], num_tokens: int) -> Ranges:
-    """Token ranges from what a caller gives.
-
-    Raises:
-        TypeError: they are no integers.
-        ValueError: they differ in number, or one is reversed, negative or past the slots.
-    """
-    first, last = (_integers(name, values) for name, values in (("starts", starts), ("ends", ends)))
-    if len(first) != len(last):
-        raise ValueError(f"starts and ends: {len(first)} starts and {len(last)} ends")
-    for k, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-        if start < 0 or end < start or end > num_tokens:
-            raise ValueError(
-                f"starts and ends: chunk {k} has range [{start}, {end}), slots are for {num_tokens} tokens"
-            )
-    return Ranges(first.astype(np.int32), last.astype(np.int32))
+def _raise_for_position(spec: CacheSpec, bad: np.ndarray, token: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
+    rows = np.flatnonzero(bad)
+    if rows.size:
+        row = rows[token[rows].argmin()]
+        limit = min(rope.position_limit or 0 for rope in spec.ropes())
+        raise ValueError(
+            f"positions: token {token[row]} is to move from position {old[..., row]} to {new[..., row]}, but positions "
+            f"from 0 to {limit - 1} can be served; out_of_range='skip' leaves such tokens out"
+        )
 
 
-def _integers(name: str, values: Any) -> np.ndarray:
-    array = np.asarray(values)
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"{name}: expected integers in one dimension, got {values!r}")
-    return array.astype(np.int64)
+def _row_of_token(token: Any, moves: Any, num_tokens: int, xp: Any) -> Any:
+    """The last row that brings each token, -1 for none."""
+    row = np.arange(token.shape[0], dtype=np.int32)
+    if xp is np:
+        out = np.full(num_tokens, -1, np.int32)
+        out[token[moves]] = row[moves]
+        return out
+    at = jnp.where(moves, token, jnp.asarray(num_tokens, token.dtype))
+    return jnp.full((num_tokens,), -1, jnp.int32).at[at].max(row, mode="drop")
 
 
 def _pool_of(cache: PagedCache | CacheSpec, num_pages: int | None) -> tuple[CacheSpec, int | None]:

@@ -12,8 +12,9 @@ from . import layouts
 from .layout import Layout, Sizes
 from .ops import checks
 from .ops.sharding import describe_pool
-from .ops.transfer import Transfer, leaf_kinds
+from .ops.transfer import FORMATS, Transfer, Turn, leaf_kinds
 from .rope import Rope
+from .rotation import checked_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,11 @@ class CacheSpec:
             object.__setattr__(self, "rope", tuple(self.rope))
             if len(self.rope) != self.num_layers:
                 raise ValueError(f"rope: {len(self.rope)} entries for {self.num_layers} layers")
+        for layer, rope in enumerate(self.rope_of_layer):
+            if rope is not None and not isinstance(rope, Rope):
+                raise TypeError(f"rope: expected a Rope or None for layer {layer}, got {type(rope).__name__}")
+            if rope is not None:
+                checked_window(rope.pairs, rope.pairing, rope.pair_distance or 0, self.rope_offset, self.head_dim)
         if not isinstance(self.model, str):
             raise TypeError(f"model: expected a string, got {self.model!r}")
         if not self.pool_layout.has_axis("page"):
@@ -76,6 +82,47 @@ class CacheSpec:
     def sizes(self) -> Sizes:
         """The sizes that layouts are checked against."""
         return Sizes(self.num_layers, self.num_kv_heads, self.head_dim, self.page_size, self.planes)
+
+    @property
+    def rope_of_layer(self) -> tuple[Rope | None, ...]:
+        """The rope of each layer."""
+        return self.rope if isinstance(self.rope, tuple) else (self.rope,) * self.num_layers
+
+    @property
+    def position_components(self) -> int | None:
+        """Components of a position: 3 where a layer has M-RoPE, None for plain ones."""
+        return next((rope.components for rope in self.rope_of_layer if rope and rope.components), None)
+
+    def ropes(self, layers: range | None = None) -> tuple[Rope, ...]:
+        """The different ropes of some layers, by default of all, in the order of their first layer."""
+        chosen = range(self.num_layers) if layers is None else layers
+        return tuple(dict.fromkeys(rope for layer in chosen if (rope := self.rope_of_layer[layer]) is not None))
+
+    def turn(self, layers: range | None = None) -> Turn | None:
+        """How a scatter turns the keys of some layers, its tables in the order of `ropes`; None where none turns.
+
+        Raises:
+            TypeError: the cache holds integers, which cannot be turned.
+            NotImplementedError: two of the layers turn different channels.
+        """
+        ropes = self.ropes(layers)
+        if not ropes:
+            return None
+        chosen = range(self.num_layers) if layers is None else layers
+        if np.dtype(self.dtype).name not in FORMATS:
+            layer = next(layer for layer in chosen if self.rope_of_layer[layer] is not None)
+            raise TypeError(
+                f"positions: the keys of layer {layer} are {np.dtype(self.dtype)}, which cannot be turned; formats are "
+                f"{', '.join(FORMATS)}"
+            )
+        kinds = {(rope.pairing, rope.pairs, rope.pair_distance) for rope in ropes}
+        if len(kinds) > 1:
+            raise NotImplementedError(
+                f"positions: layers that turn different channels in one cache: {sorted(map(str, kinds))}"
+            )
+        first, at = ropes[0], {rope: i for i, rope in enumerate(ropes)}
+        tables = tuple(at[rope] if (rope := self.rope_of_layer[layer]) is not None else -1 for layer in chosen)
+        return Turn(first.pairing, first.pairs, first.pair_distance or 0, self.rope_offset, tables)
 
     @property
     def bytes_per_token(self) -> int:

@@ -17,8 +17,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from . import native
+from .scatter import split_operands
 from .sharding import describe
-from .transfer import Transfer, attributes
+from .transfer import Transfer, Turn, attributes, turn_attribute
 
 
 def place_leaves(
@@ -58,6 +59,8 @@ def fetch_leaves(
     rows: int,
     staging: int,
     donate: bool,
+    turn: Turn | None = None,
+    deltas: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """Scatters the rows of pinned arrays; distinct slots are the caller's to see to.
 
@@ -70,12 +73,15 @@ def fetch_leaves(
         rows: rows of each chunk.
         staging: as for `place_leaves`.
         donate: whether the pages are consumed and written in place, or copied first.
+        turn: how keys are turned on the way, or None.
+        deltas: with `turn`, its delta tables, as `scatter_leaves` takes them.
 
     Returns:
         The pool leaves, written.
     """
     program = _fetch_program(pages[0].sharding, donate)
-    return list(program(pages, slots, host, transfer=transfer, num_chunks=num_chunks, rows=rows, staging=staging))
+    options = {"transfer": transfer, "num_chunks": num_chunks, "rows": rows, "staging": staging, "turn": turn}
+    return list(program(pages, slots, tuple(deltas), host, **options))
 
 
 _STATIC = ("transfer", "num_chunks", "staging")
@@ -93,49 +99,41 @@ def _place_program(sharding: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _fetch_program(sharding: Any, donate: bool) -> Any:
-    def run(pages: Any, slots: Any, host: Any, *, transfer: Transfer, num_chunks: int, rows: int, staging: int) -> Any:
+    def run(pages: Any, slots: Any, deltas: Any, host: Any, **params: Any) -> Any:
         with jax.named_scope("jaxkv.fetch"):
-            return _fetch_p.bind(
-                slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, rows=rows, staging=staging
-            )
+            return _fetch_p.bind(slots, *deltas, *host, *pages, **params)
 
     donated = 0 if donate else ()
-    return jax.jit(run, static_argnames=(*_STATIC, "rows"), donate_argnums=donated, out_shardings=sharding)
-
-
-def _split(operands: Sequence[Any], transfer: Transfer, num_chunks: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Host leaves and pool leaves."""
-    held = num_chunks * len(transfer.chunk_kinds)
-    return operands[:held], operands[held:]
-
-
-def _lower(name: str, ctx: Any, operands: Any, transfer: Transfer, num_chunks: int, rows: int, staging: int) -> Any:
-    slots, *others = ctx.avals_in
-    host, pages = _split(others, transfer, num_chunks)
-    leaves = describe(transfer, slots.shape[0], tuple(page.shape for page in pages), num_chunks, rows)
-    attrs = attributes(transfer, pages[0].dtype, leaves.num_pages, rows, num_chunks)
-    first, count = (1, len(host)) if name == "place" else (1 + len(host), len(pages))
-    aliases = {first + i: i for i in range(count)}
-    lowering = jax.ffi.ffi_lowering(f"jaxkv_{name}", operand_output_aliases=aliases)
-    return lowering(ctx, *operands, **attrs, staging=staging)
+    return jax.jit(run, static_argnames=(*_STATIC, "rows", "turn"), donate_argnums=donated, out_shardings=sharding)
 
 
 def _lower_place(ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, staging: int) -> Any:
-    rows = ctx.avals_in[0].shape[0] // num_chunks
-    return _lower("place", ctx, operands, transfer, num_chunks, rows, staging)
+    slots, _, host, pages = split_operands(ctx.avals_in, transfer, num_chunks, None)
+    rows = slots.shape[0] // num_chunks
+    leaves = describe(transfer, slots.shape[0], tuple(page.shape for page in pages), num_chunks, rows)
+    attrs = attributes(transfer, pages[0].dtype, leaves.num_pages, rows, num_chunks)
+    lowering = jax.ffi.ffi_lowering("jaxkv_place", operand_output_aliases={1 + i: i for i in range(len(host))})
+    return lowering(ctx, *operands, **attrs, staging=staging)
 
 
-def _lower_fetch(ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, rows: int, staging: int) -> Any:
-    return _lower("fetch", ctx, operands, transfer, num_chunks, rows, staging)
+def _lower_fetch(
+    ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, rows: int, staging: int, turn: Turn | None
+) -> Any:
+    slots, _, _, pages = split_operands(ctx.avals_in, transfer, num_chunks, turn)
+    leaves = describe(transfer, slots.shape[0], tuple(page.shape for page in pages), num_chunks, rows)
+    attrs = attributes(transfer, pages[0].dtype, leaves.num_pages, rows, num_chunks, turn)
+    first = len(operands) - len(pages)
+    lowering = jax.ffi.ffi_lowering("jaxkv_fetch", operand_output_aliases={first + i: i for i in range(len(pages))})
+    return lowering(ctx, *operands, **attrs, turn=turn_attribute(turn, pages[0].dtype), staging=staging)
 
 
 _place_p, _fetch_p = Primitive("jaxkv_place"), Primitive("jaxkv_fetch")
 _place_p.multiple_results = _fetch_p.multiple_results = True
 _place_p.def_abstract_eval(
-    lambda slots, *operands, transfer, num_chunks, **_: list(_split(operands, transfer, num_chunks)[0])
+    lambda *operands, transfer, num_chunks, **_: list(split_operands(operands, transfer, num_chunks, None).chunks)
 )
 _fetch_p.def_abstract_eval(
-    lambda slots, *operands, transfer, num_chunks, **_: list(_split(operands, transfer, num_chunks)[1])
+    lambda *operands, transfer, num_chunks, turn, **_: list(split_operands(operands, transfer, num_chunks, turn).pool)
 )
 for _platform in ("cpu", "cuda"):
     if native.available(_platform):

@@ -6,13 +6,13 @@ hold no policy, and the XLA forms in `gather.py` and `scatter.py` follow the sam
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from ..layout import Layout, Plane, Sizes
+from ..rotation import Pairing
 
 
 class Side(NamedTuple):
@@ -27,16 +27,56 @@ class Side(NamedTuple):
 class Move(NamedTuple):
     """Planes that share their strides: one kernel launch.
 
-    A token of a plane is `heads * dims` runs of `run` contiguous bytes.
+    A token of a plane is `heads * dims` runs of `run` contiguous bytes, the first of them at the given starts.
+    Where `table` is not negative, `dims` counts pairs, `run` is one element, and pairs are turned by that table.
     """
 
     first_plane: int
     num_planes: int
     pool: Side
     chunk: Side
+    pool_start: int
+    chunk_start: int
     heads: int
     dims: int
     run: int
+    table: int
+
+
+FORMATS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
+"""Formats of keys that can be turned, as the handlers number them."""
+
+
+class Turn(NamedTuple):
+    """How a scatter turns keys on their way.
+
+    Attributes:
+        pairing: "half" or "interleaved"; pair i starts at element `i` or `2 * i` of the window.
+        pairs: pairs that turn.
+        distance: elements from a pair's first to its second.
+        offset: where in a head's row the window starts.
+        tables: for each layer that moves, the delta table it takes, or -1 where it does not turn.
+    """
+
+    pairing: Pairing
+    pairs: int
+    distance: int
+    offset: int
+    tables: tuple[int, ...]
+
+    @property
+    def num_tables(self) -> int:
+        """Delta tables of a call."""
+        return max(self.tables) + 1
+
+    def rest(self, dim: int) -> list[tuple[int, int]]:
+        """The stretches of a head's row that do not turn, as (start, length)."""
+        if self.pairing == "interleaved":
+            turning = [(self.offset, 2 * self.pairs)]
+        else:
+            turning = [(self.offset, self.pairs), (self.offset + self.distance, self.pairs)]
+        edges = [0, *(edge for start, length in turning for edge in (start, start + length)), dim]
+        return [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +189,7 @@ def leaf_kinds(layout: Layout, sizes: Sizes) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=512)
 def attributes(
-    transfer: Transfer, dtype: DTypeLike, num_pages: int, rows: int, num_chunks: int
+    transfer: Transfer, dtype: DTypeLike, num_pages: int, rows: int, num_chunks: int, turn: Turn | None = None
 ) -> dict[str, np.ndarray | np.int64]:
     """What the FFI handlers are told, in bytes.
 
@@ -159,32 +199,32 @@ def attributes(
         num_pages: pages of the pool.
         rows: tokens of each chunk.
         num_chunks: chunks in the call.
+        turn: how keys are turned on the way, for a scatter.
 
     Returns:
         Attributes of the custom call: `planes` (pool leaf, byte offset, chunk leaf, byte offset, for each
-        plane), `moves` (see `Move`), `page_size`, `num_slots`, `rows`, `num_chunks`.
+        plane), `moves` (see `Move`), `page_size`, `num_slots`, `rows`, `num_chunks`, and for a scatter `turn`.
     """
-    size = jnp.dtype(dtype).itemsize
-    by_strides: dict[tuple[tuple[int, ...], ...], list[tuple[Plane, Plane]]] = {}
-    for pool, chunk in transfer.planes(num_pages, rows):
-        by_strides.setdefault((pool.strides[2:], chunk.strides[2:]), []).append((pool, chunk))
+    alike: dict[tuple[Any, ...], list[tuple[Plane, Plane]]] = {}
+    for i, (pool, chunk) in enumerate(transfer.planes(num_pages, rows)):
+        layer, kv = divmod(i, transfer.sizes.planes)
+        table = turn.tables[layer] if turn is not None and kv == 0 else -1
+        alike.setdefault((pool.strides[2:], chunk.strides[2:], table), []).append((pool, chunk))
+    size = np.dtype(dtype).itemsize
     planes: list[tuple[int, int, int, int]] = []
     moves: list[Move] = []
-    for (pool_strides, chunk_strides), members in by_strides.items():
-        pool_side, chunk_side = (Side(*(step * size for step in side)) for side in (pool_strides, chunk_strides))
-        heads, dims, run = transfer.sizes.heads, transfer.sizes.dim, size
-        # Axes that are contiguous on both sides become one run, which is copied in the widest words that fit it.
-        if dims == 1 or pool_side.dim == chunk_side.dim == size:
-            run, dims = run * dims, 1
-            if heads == 1 or pool_side.head == chunk_side.head == run:
-                run, heads = run * heads, 1
-        pool_side, chunk_side = (
-            side._replace(head=side.head if heads > 1 else 0, dim=side.dim if dims > 1 else 0)
-            for side in (pool_side, chunk_side)
-        )
-        moves.append(Move(len(planes), len(members), pool_side, chunk_side, heads, dims, run))
+    for (pool_strides, chunk_strides, table), members in alike.items():
+        in_pool, in_chunk = (Side(*(step * size for step in strides)) for strides in (pool_strides, chunk_strides))
+        span = (len(planes), len(members))
         planes += [(pool.leaf, pool.offset * size, chunk.leaf, chunk.offset * size) for pool, chunk in members]
-    flat = [[m.first_plane, m.num_planes, *m.pool, *m.chunk, m.heads, m.dims, m.run] for m in moves]
+        stretches = [(0, transfer.sizes.dim)]
+        if turn is not None and table >= 0:
+            stretches = turn.rest(transfer.sizes.dim)
+            starts = (turn.offset * in_pool.dim, turn.offset * in_chunk.dim)
+            moves.append(Move(*span, in_pool, in_chunk, *starts, transfer.sizes.heads, turn.pairs, size, table))
+        for start, dims in stretches:
+            moves.append(_plain_move(span, in_pool, in_chunk, start, dims, transfer.sizes.heads, size))
+    flat = [[m.first_plane, m.num_planes, *m.pool, *m.chunk, *m[4:]] for m in moves]
     return {
         "planes": np.asarray(planes, np.int64).reshape(-1),
         "moves": np.asarray(flat, np.int64).reshape(-1),
@@ -193,3 +233,24 @@ def attributes(
         "rows": np.int64(rows),
         "num_chunks": np.int64(num_chunks),
     }
+
+
+def turn_attribute(turn: Turn | None, dtype: DTypeLike) -> np.ndarray:
+    """The attribute `turn` of a scatter: pairs, stride, distance, format and number of tables (0: nothing turns)."""
+    if turn is None:
+        return np.zeros(5, np.int64)
+    stride = 2 if turn.pairing == "interleaved" else 1
+    return np.asarray([turn.pairs, stride, turn.distance, FORMATS[np.dtype(dtype).name], turn.num_tables], np.int64)
+
+
+def _plain_move(span: tuple[int, int], pool: Side, chunk: Side, start: int, dims: int, heads: int, size: int) -> Move:
+    """The move of a stretch of each head's row, axes that are contiguous on both sides made one run."""
+    starts, run = (start * pool.dim, start * chunk.dim), size
+    if dims == 1 or pool.dim == chunk.dim == size:
+        run, dims = run * dims, 1
+        if heads == 1 or pool.head == chunk.head == run:
+            run, heads = run * heads, 1
+    pool, chunk = (
+        side._replace(head=side.head if heads > 1 else 0, dim=side.dim if dims > 1 else 0) for side in (pool, chunk)
+    )
+    return Move(*span, pool, chunk, *starts, heads, dims, run, -1)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from .transfer import Transfer
+from ..rotation import rotate
+from .transfer import Transfer, Turn
 
 CANONICAL = ("layer", "kv", "token", "head", "dim")
 
@@ -154,11 +155,45 @@ def unpack(transfer: Transfer, leaves: Sequence[jax.Array], num_rows: int) -> ja
     return _assemble(parts, transfer)
 
 
+def turn_keys(rows: jax.Array, turn: Turn, deltas: Sequence[jax.Array], dtype: DTypeLike) -> jax.Array:
+    """Canonical rows (as bits) with their keys turned.
+
+    Args:
+        rows: `[layer, kv, token, head, dim]`.
+        turn: which layers turn, and how.
+        deltas: cos and sin `[tables, token, pairs]`, and whether a token turns `[tables, token]`.
+        dtype: the float format of the keys.
+    """
+    cos, sin, moved = deltas
+    layers = []
+    for layer, table in enumerate(turn.tables):
+        if table < 0:
+            layers.append(rows[layer])
+            continue
+        keys = rotate(
+            rows[layer, 0],
+            cos[table],
+            sin[table],
+            moved[table] != 0,
+            pairing=turn.pairing,
+            pair_distance=turn.distance,
+            offset=turn.offset,
+            dtype=dtype,
+        )
+        layers.append(jnp.concatenate([keys[None], rows[layer, 1:]]))
+    return jnp.stack(layers)
+
+
+def bits_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The integers that a payload moves as. Integers move as they are: XLA makes a copy for every new type."""
+    dtype = jnp.dtype(dtype)
+    return dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.dtype(f"uint{8 * dtype.itemsize}")
+
+
 def as_bits(x: jax.Array) -> jax.Array:
-    """The payload as unsigned integers of its width: XLA's moves of floats may change the payload of a NaN."""
-    if jnp.issubdtype(x.dtype, jnp.unsignedinteger):
-        return x
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    """The payload as integers of its width: XLA's moves of floats may change the payload of a NaN."""
+    bits = bits_dtype(x.dtype)
+    return x if x.dtype == bits else jax.lax.bitcast_convert_type(x, bits)
 
 
 def from_bits(x: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.rope.models import UNROTATED, RopeModel, model_named, type_of_architecture
-from jaxkv.rope.scaling import KNOWN_FIELDS, SCALINGS, SYNONYMS, Case, Config, Scaled
-from jaxkv.rotation import Pairing, checked_pairing
+from ..rotation import Pairing, checked_pairing
+from .models import UNROTATED, RopeModel, model_named, type_of_architecture
+from .scaling import KNOWN_FIELDS, SCALINGS, SYNONYMS, Case, Config, Scaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,9 @@ def mrope_axes(sections: Sequence[int], *, interleaved: bool, count: int) -> tup
         ValueError: if the sections do not add up to `count`, or interleaved ones are not three that fit.
     """
     sections = list(sections)
-    if sum(sections) != count or min(sections, default=0) < 0:
+    if not all(isinstance(size, int) and size >= 0 for size in sections):
+        raise ValueError(f"mrope_section must hold whole numbers, got {sections}")
+    if sum(sections) != count:
         raise ValueError(f"mrope_section {sections} adds up to {sum(sections)}, but there are {count} frequencies")
     if not interleaved:
         return tuple(i % 3 for i, size in enumerate(sections) for _ in range(size))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxkv.rope.rope import Rope
+from .rope import Rope
 
 
 def explain_difference(a: Rope | None, b: Rope | None) -> str:

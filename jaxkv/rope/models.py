@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from jaxkv.rotation import Pairing
+from ..rotation import Pairing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxkv.rope.config import mrope_axes, read_config
-from jaxkv.rope.positions import Positions, as_positions, check_values, on_host, within
-from jaxkv.rope.tables import RopeTables, check_width, read_tables
-from jaxkv.rotation import (
+from ..rotation import (
     DeltaTables,
     Pairing,
     checked_pairing,
@@ -35,6 +32,9 @@ from jaxkv.rotation import (
     float_format,
     rotate,
 )
+from .config import mrope_axes, read_config
+from .positions import Positions, as_positions, check_values, on_host, within
+from .tables import RopeTables, check_width, read_tables
 
 ANGLE_POSITION_LIMIT = 2**24
 """First position that frequencies do not serve: float32 counts exactly up to here, so that beyond it

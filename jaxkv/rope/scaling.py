@@ -9,6 +9,7 @@ position zero is a visible angle.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -35,11 +36,13 @@ class Config:
         return getattr(self._source, name, None)
 
     def number(self, name: str) -> float | None:
-        """The field as a number, None where it is absent; anything else is a ValueError."""
+        """The field as a finite number, None where it is absent; anything else is a ValueError."""
         value = self.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"{name} must be a number, got {value!r}")
-        return value
+        return int(value) if isinstance(value, Integral) else float(value)
 
     def integer(self, *names: str) -> int | None:
         """The value of whichever of the synonymous fields is there."""
@@ -77,13 +80,18 @@ class Case:
     head_dim: int
     sequence_length: int | None
 
-    def positive(self, name: str) -> float:
-        """A number that has to be there and above zero."""
+    def optional(self, name: str) -> float | None:
+        """A number above zero, None where it is absent."""
         value = self.settings.number(name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be positive, got {value!r}")
+        return value
+
+    def positive(self, name: str) -> float:
+        """A number above zero that has to be there."""
+        value = self.optional(name)
         if value is None:
             raise ValueError(f"rope config lacks {name}, which its rope_type needs")
-        if not value > 0:
-            raise ValueError(f"{name} must be positive, got {value!r}")
         return value
 
     def max_positions(self) -> int:
@@ -109,9 +117,8 @@ class Case:
 
     def factor(self) -> float:
         """`factor`, or the ratio of the two context lengths that it stands for."""
-        if self.settings.get("factor") is not None:
-            return self.positive("factor")
-        return self.max_positions() / self.original_positions()
+        factor = self.optional("factor")
+        return self.max_positions() / self.original_positions() if factor is None else factor
 
     def length(self, rope_type: str) -> int:
         """The sequence's length, for scalings that read it."""
@@ -223,7 +230,7 @@ def _yarn(case: Case) -> Scaled:
     def mscale(weight: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    scaling = case.settings.number("attention_factor")
+    scaling = case.optional("attention_factor")
     if scaling is None:
         scale, scale_all = case.settings.number("mscale"), case.settings.number("mscale_all_dim")
         scaling = mscale(scale) / mscale(scale_all) if scale and scale_all else mscale()
@@ -237,11 +244,14 @@ def _longrope(case: Case) -> Scaled:
     if not isinstance(factors, Sequence) or len(factors) != case.width // 2:
         got = f"{len(factors)} numbers" if isinstance(factors, Sequence) else repr(factors)
         raise ValueError(f"{name}_factor must hold {case.width // 2} numbers, got {got}")
+    for factor in factors:
+        if not isinstance(factor, Real) or not 0 < float(factor) < math.inf:
+            raise ValueError(f"{name}_factor must hold positive numbers, got {factor!r}")
     stretched = np.asarray(factors, np.float32) * _powers(case.theta, case.width)
-    scaling = case.settings.number("attention_factor")
+    scaling = case.optional("attention_factor")
     if scaling is None:
-        factor = case.factor()
-        scaling = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+        ratio = case.factor()
+        scaling = math.sqrt(1 + math.log(ratio) / math.log(context)) if ratio > 1 else 1.0
     return Scaled(
         np.float32(1) / stretched,
         float(scaling),
@@ -255,8 +265,7 @@ def _proportional(case: Case) -> Scaled:
     # The head is paired across its whole width and its exponents span that width; only the first
     # frequencies turn. (transformers writes the others as zeros.)
     inv_freq = _plain(case.theta, case.head_dim, case.width // 2)
-    factor = 1.0 if case.settings.get("factor") is None else case.positive("factor")
-    return Scaled(inv_freq / np.float32(factor), pair_distance=case.head_dim // 2)
+    return Scaled(inv_freq / np.float32(case.optional("factor") or 1), pair_distance=case.head_dim // 2)
 
 
 SCALINGS: Mapping[str, Callable[[Case], Scaled]] = MappingProxyType(

@@ -9,8 +9,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from numpy.typing import NDArray
 
-from jaxkv.rope.positions import Positions, on_host
-from jaxkv.rotation import per_frequency
+from ..rotation import per_frequency
+from .positions import Positions, on_host
 
 
 @dataclasses.dataclass(frozen=True)

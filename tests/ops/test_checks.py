@@ -44,7 +44,9 @@ def refused(call, kind, *texts):
 
 def test_sentences_are_checked_where_they_are_given(move, pages, rows):
     """M1, M2: in the pool's and in the chunk's."""
-    refused(lambda: ops.gather(pages, [1], pool="page tok", chunk=CHUNK, sizes=SIZES), ValueError, "'tok'", "'page tok'")
+    refused(
+        lambda: ops.gather(pages, [1], pool="page tok", chunk=CHUNK, sizes=SIZES), ValueError, "'tok'", "'page tok'"
+    )
     refused(lambda: ops.gather(pages, [1], pool=move.pool, chunk="kv dim", sizes=SIZES), ValueError, "'token'")
     refused(lambda: ops.gather(pages, [1], pool="token dim", chunk=CHUNK, sizes=SIZES), ValueError, "'page' is missing")
     refused(lambda: ops.gather(pages, [1], pool="NO_SUCH", chunk=CHUNK, sizes=SIZES), ValueError, "'NO_SUCH'")
@@ -189,7 +191,9 @@ def test_dtypes_are_never_cast(move, pages, rows):
 
 
 def test_rows_are_of_the_chunk_layout(move, pages, rows):
-    refused(lambda: move.scatter(pages, rows.reshape(2, 3, 3, 2, 8), [1, 2, 3]), ValueError, r"\(2, 3, 3, 2, 8\)", CHUNK[:8])
+    refused(
+        lambda: move.scatter(pages, rows.reshape(2, 3, 3, 2, 8), [1, 2, 3]), ValueError, r"\(2, 3, 3, 2, 8\)", CHUNK[:8]
+    )
     refused(lambda: move.scatter(pages, (rows, rows), [1, 2, 3]), ValueError, "rows", "2 arrays", "one array")
     paged = Move("FLASH_ATTENTION", "page layer kv token head dim", SIZES, 6, jnp.bfloat16)
     refused(lambda: paged.gather(pages, [1, 2, 3]), ValueError, "3 tokens", "page size 4")

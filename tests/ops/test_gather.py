@@ -114,9 +114,7 @@ def test_slots_of_any_origin(move, implementation):
     pinned = jax.device_put(slots, slots.sharding.with_memory_kind("pinned_host"))
     for given in ([3, 9, 20], [np.int64(3), 9, np.uint8(20)], (3, 9, 20), pinned):
         for out_of_range in ("raise", "skip"):
-            got = move.gather(
-                device(move.source), given, implementation=implementation, out_of_range=out_of_range
-            )
+            got = move.gather(device(move.source), given, implementation=implementation, out_of_range=out_of_range)
             assert_same(got, want, type(given).__name__)
     if len(jax.devices()) > 1:
         got = move.gather(device(move.source), jax.device_put(slots, jax.devices()[1]), implementation=implementation)
@@ -176,9 +174,7 @@ def test_what_has_no_whole_bytes_is_refused(dtype):
 
 
 EVERY_DTYPE = [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8, jnp.int16, jnp.uint16]
-EVERY_DTYPE += [
-    getattr(ml_dtypes, name) for name in dir(ml_dtypes) if name.startswith("float8") and hasattr(jnp, name)
-]
+EVERY_DTYPE += [getattr(ml_dtypes, name) for name in dir(ml_dtypes) if name.startswith("float8") and hasattr(jnp, name)]
 
 
 @pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=lambda d: np.dtype(d).name)

@@ -78,7 +78,9 @@ def test_heads_sharded_pools_under_jit(pool, kind, implementation):
 
         text = scatter.lower(target, chunk, slots[1]).compile().as_text()
         assert not re.search(COLLECTIVES, text)
-        pointers = [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(target) for shard in x.addressable_shards]
+        pointers = [
+            shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(target) for shard in x.addressable_shards
+        ]
         written = scatter(target, chunk, slots[1])
         after = [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(written) for shard in x.addressable_shards]
         assert after == pointers

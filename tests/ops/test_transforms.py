@@ -11,7 +11,7 @@ import pytest
 from jaxkv.layout import Sizes
 
 from ..helpers import compilations
-from .moves import Move, assert_same, device, distinct_slots, host, implementations
+from .moves import Move, assert_same, device, distinct_slots, host, implementations, shapes_of
 
 SIZES = Sizes(layers=2, heads=2, dim=8, page_size=4)
 CHUNK = "kv layer token (head dim)"
@@ -55,7 +55,7 @@ def test_no_program_holds_a_copy_of_the_pool(pool, layers, implementation):
     """
     sizes, pages, tokens = Sizes(2, 4, 64, 16), 1024, 32
     move = Move(pool, CHUNK, sizes, 1, jnp.int8, layers=layers)  # for its layouts alone
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int8) for s in _shapes(move, pages)]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.int8) for shape in shapes_of(move.pool, sizes, pages)]
     pool_type = jax.tree.unflatten(jax.tree.structure(move.source), shapes)
     slots = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     chunk = jax.ShapeDtypeStruct((2, 2 if layers is None else 1, tokens, 256), jnp.int8)
@@ -67,12 +67,6 @@ def test_no_program_holds_a_copy_of_the_pool(pool, layers, implementation):
     memory = call.lower(pool_type, chunk, slots).compile().memory_analysis()
     assert memory.temp_size_in_bytes < cache // 50
     assert memory.alias_size_in_bytes >= cache
-
-
-def _shapes(move, num_pages):
-    from .moves import shapes_of
-
-    return shapes_of(move.pool, move.sizes, num_pages)
 
 
 def test_nothing_is_donated_by_itself(implementation):
@@ -121,26 +115,32 @@ def test_in_scan_cond_and_fori_loop(implementation):
         assert_same(host(got), expected(move.source, slots, flag), f"flag {flag}")
 
 
-def test_pools_in_pinned_memory(implementation):
-    """Kind of memory in, kind of memory out: in jit with donation, and as the carry of a loop."""
+def test_the_result_is_in_the_memory_of_the_pool():
+    """A pinned pool as the carry of a loop, donated: written in place by the handlers, which take any address.
+
+    XLA indexes no host memory, so its form is refused where it is traced, and says so.
+    """
     move = move_of(PER_LAYER)
-    kind = jax.devices()[0].default_memory().kind
     pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    if kind == "device" and jax.default_backend() != "cpu":
-        pytest.skip("host memory is never indexed on an accelerator")
 
-    def program(pages, take, put):
+    def program(implementation):
         def body(_, pages):
-            return move.scatter(pages, move.gather(pages, take, implementation=implementation), put)
+            rows = move.gather(pages, TAKE, implementation=implementation)
+            return move.scatter(pages, rows, PUT, implementation=implementation)
 
-        return jax.lax.fori_loop(0, 2, body, pages)
+        return jax.jit(lambda pages: jax.lax.fori_loop(0, 2, body, pages), donate_argnums=0, out_shardings=pinned)
 
-    call = jax.jit(program, donate_argnums=0, out_shardings=pinned)
     pages = jax.device_put(device(move.source), pinned)
-    got = call(pages, jnp.asarray(TAKE), jnp.asarray(PUT))
-    once = move.written(move.rows(TAKE), PUT, move.source)
-    assert_same(got, move.written(move.rows(TAKE, once), PUT, once), "pinned")
-    assert {leaf.sharding.memory_kind for leaf in got} == {"pinned_host"}
+    with pytest.raises(ValueError, match="memory_space"):
+        program("xla")(pages)
+    if "ffi" in implementations():
+        pages = jax.device_put(device(move.source), pinned)
+        before = pointers(pages)
+        got = program("ffi")(pages)
+        assert pointers(got) == before
+        assert {leaf.sharding.memory_kind for leaf in got} == {"pinned_host"}
+        once = move.written(move.rows(TAKE), PUT, move.source)
+        assert_same(got, move.written(move.rows(TAKE, once), PUT, once), "pinned")
 
 
 def test_other_slots_compile_nothing_new(implementation):
@@ -214,7 +214,7 @@ def test_the_xla_form_is_exported_without_a_custom_call():
     move = move_of(PER_LAYER)
     call = jax.jit(functools.partial(move.gather, implementation="xla"))
     text = jax.export.export(call, platforms=("cpu", "tpu"))(device(move.source), jnp.asarray(TAKE)).mlir_module()
-    assert "jaxkv_gather" not in text.replace("jaxkv_gather_leaves", "")
+    assert "@jaxkv_gather(" not in text
 
 
 def test_each_platform_gets_its_own_form():

@@ -122,6 +122,7 @@ def test_rotary_width(fields, width):  # F12
         ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"head_dim": "64"}, "head_dim.*'64'"),
         ({"head_dim": 64.5}, "head_dim.*64.5"),
+        ({"head_dim": float("nan")}, "head_dim.*nan"),
         ({"head_dim": True}, "head_dim.*True"),
         ({"hidden_size": 512, "n_embd": 256}, r"hidden_size=512.*n_embd=256"),
     ],
@@ -255,6 +256,7 @@ def test_contradictions(fields, names):
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "factor.*'two'"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, "beta_fast=1.*beta_slow=2"),
+        ({"rope_scaling": {**YARN, "attention_factor": -1.0}}, "attention_factor.*-1.0"),
         ({"rope_scaling": "linear"}, "rope_scaling must be a mapping"),
         ({"rope_theta": 1.0}, "rope_theta.*1"),
         ({"rope_theta": "10000"}, "rope_theta.*'10000'"),
@@ -281,6 +283,10 @@ def test_the_newer_form_says_the_same():
     assert rope_of(rope_parameters={**LLAMA3, "rope_theta": 5e5}) == rope_of(rope_scaling=LLAMA3, rope_theta=5e5)
     both = {"rope_parameters": LLAMA3, "rope_scaling": dict(LLAMA3), "rope_theta": 5e5}
     assert rope_of(**both) == rope_of(rope_scaling=LLAMA3, rope_theta=5e5)
+
+
+def test_numpy_numbers_are_numbers():
+    assert rope_of(hidden_size=np.int64(512), rope_theta=np.float32(10_000.0)) == rope_of()
 
 
 def test_the_config_is_left_alone():

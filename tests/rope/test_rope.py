@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxkv.rope import ANGLE_POSITION_LIMIT, Rope, explain_difference
+from jaxkv.rope import ANGLE_POSITION_LIMIT, Rope, RopeTables, explain_difference
 
 INV_FREQ = (10_000.0 ** -(np.arange(0, 8, 2) / 8)).astype(np.float32)
 ANGLES = np.arange(100, dtype=np.float32)[:, None] * INV_FREQ
@@ -78,6 +78,10 @@ def test_tables_are_a_copy():
     assert rope == Rope.from_tables(COS, SIN, pairing="half")
     with pytest.raises(ValueError, match="read-only"):
         rope.tables.cos[:] = 0
+    cos = COS.copy()
+    tables = RopeTables(cos, SIN)
+    cos[:] = 0
+    np.testing.assert_array_equal(tables.cos, COS)
 
 
 @pytest.mark.parametrize(

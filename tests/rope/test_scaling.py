@@ -114,10 +114,10 @@ def test_longrope(name, inside):  # F18
         make(None)
 
 
-@pytest.mark.parametrize("change", [{"long_factor": [1.0] * 31}, {"long_factor": None}, {"long_factor": 2.0}])
-def test_longropes_factors(change):
-    with pytest.raises(ValueError, match="long_factor must hold 32 numbers"):
-        rope_of(rope_scaling={**LONGROPE, **change}, sequence_length=4096)
+@pytest.mark.parametrize("factors", [[1.0] * 31, None, 2.0, [1.0] * 31 + ["2"], [1.0] * 31 + [0.0]])
+def test_longropes_factors(factors):
+    with pytest.raises(ValueError, match=r"long_factor must hold (32|positive) numbers"):
+        rope_of(rope_scaling={**LONGROPE, "long_factor": factors}, sequence_length=4096)
 
 
 def test_dynamic():  # F19
@@ -166,6 +166,7 @@ def test_mrope(model_type, fields, axes):  # F21
     "model_type, fields, message",
     [
         ("qwen2_vl", {"mrope_section": [8, 12, 11]}, r"mrope_section .*31.*32"),
+        ("qwen2_vl", {"mrope_section": [8, 25, -1]}, "mrope_section must hold whole numbers"),
         ("qwen2_vl", None, "lacks mrope_section"),
         ("qwen2_vl", {"mrope_section": [8, 12, 12], "mrope_interleaved": True}, "mrope_interleaved"),
         ("qwen3_vl_text", {"mrope_section": [4, 14, 14]}, "cannot be interleaved"),

@@ -1,0 +1,164 @@
+"""Which tokens a call is about: their ranges, slots and positions, checked and laid out in rows of chunks."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .chunk import known
+from .ops import checks
+from .spec import CacheSpec
+
+
+class Ranges(NamedTuple):
+    """Token ranges of chunks, starts and ends; NumPy where known, else traced."""
+
+    starts: Any
+    ends: Any
+
+    @property
+    def sizes(self) -> Any:
+        """Tokens of each range."""
+        return self.ends - self.starts
+
+
+class Selection(NamedTuple):
+    """The tokens of a store, in rows of chunks.
+
+    Attributes:
+        slots: int32 `[chunks, rows]`, the slot of each row, -1 for none.
+        valid: bool `[chunks, rows]`, which rows are real.
+        positions: int32 `[chunks, rows]` (`[chunks, 3, rows]` for M-RoPE).
+        num_tokens: tokens of each chunk, int32 `[chunks]`.
+    """
+
+    slots: Any
+    valid: Any
+    positions: Any
+    num_tokens: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        """Rows of each chunk."""
+        return int(self.slots.shape[1])
+
+
+def select(
+    spec: CacheSpec,
+    slots: Any,
+    *,
+    rows: int,
+    num_slots: int,
+    starts: Sequence[int] | None,
+    ends: Sequence[int] | None,
+    positions: Any,
+    skip_prefix: Any,
+    out_of_range: str,
+) -> Selection:
+    """Lays the tokens of a store out in chunks of `rows` rows; arguments and errors are those of `store`."""
+    checks.check_out_of_range(out_of_range)
+    slot = checks.slots_int32(slots, read=out_of_range == "raise")
+    ranges = _store_ranges(slot.shape[0], rows, starts, ends)
+    prefix = check_skip_prefix(skip_prefix)
+    position = _positions(spec, positions, slot.shape[0])
+    token = ranges.starts[:, None] + np.arange(rows, dtype=np.int32)
+    given = token < ranges.ends[:, None]
+    token = np.where(given, token, np.int32(0))
+    if token.size == 0 or slot.shape[0] == 0:
+        nowhere = np.full(token.shape, -1, np.int32)
+        return Selection(nowhere, given, np.zeros((*position.shape[:-1], *token.shape), np.int32), ranges.sizes)
+    xp: Any = jnp if isinstance(slot, jax.Array) or checks.is_traced(prefix) else np
+    at = xp.asarray(slot)[token]
+    taken = given & (at >= 0) & (token >= prefix)
+    if xp is np and out_of_range == "raise":
+        used = np.zeros(len(slot), bool)
+        used[token[taken]] = True
+        checks.check_slots_in_pool(np.where(used, slot, np.int32(-1)), num_slots)
+    taken = taken & (at < num_slots)
+    xpos: Any = jnp if isinstance(position, jax.Array) else np
+    held = xpos.where(given, position[..., token], xpos.asarray(0, np.int32))
+    return Selection(xp.where(taken, at, xp.asarray(-1, np.int32)), taken, xpos.moveaxis(held, -2, 0), ranges.sizes)
+
+
+def check_skip_prefix(skip_prefix: Any) -> Any:
+    """The prefix as an int (or a traced int32); ValueError where it is negative, TypeError where no integer."""
+    traced = checks.is_traced(skip_prefix)
+    value = skip_prefix if traced else np.asarray(skip_prefix)
+    if value.ndim or not np.issubdtype(value.dtype, np.integer):
+        raise TypeError(f"skip_prefix: expected an integer, got {skip_prefix!r}")
+    if traced:
+        return value.astype(jnp.int32)
+    if value < 0:
+        raise ValueError(f"skip_prefix: expected an integer of at least 0, got {skip_prefix!r}")
+    return np.int32(min(int(value), checks.INT32_MAX))
+
+
+def check_ranges(starts: Sequence[int], ends: Sequence[int], num_tokens: int) -> Ranges:
+    """Token ranges from what a caller gives.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they differ in number, or one is reversed, negative or past the slots.
+    """
+    first, last = (_integers(name, values) for name, values in (("starts", starts), ("ends", ends)))
+    if len(first) != len(last):
+        raise ValueError(f"starts and ends: {len(first)} starts and {len(last)} ends")
+    for k, (start, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        if start < 0 or end < start or end > num_tokens:
+            raise ValueError(
+                f"starts and ends: chunk {k} has range [{start}, {end}), slots are for {num_tokens} tokens"
+            )
+    return Ranges(first.astype(np.int32), last.astype(np.int32))
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"{name}: expected integers in one dimension, got {values!r}")
+    return array.astype(np.int64)
+
+
+def check_positions(name: str, values: Any, spec: CacheSpec, count: int) -> Any:
+    """Positions as int32, or -1 where int32 does not hold them.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: there is not one for each token, or not in the components that the spec's rope has.
+    """
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected integers, got dtype {values.dtype}")
+    shape = (count,) if spec.position_components is None else (spec.position_components, count)
+    if values.shape != shape:
+        raise ValueError(f"{name}: got shape {values.shape}, expected {shape}")
+    if isinstance(values, jax.Array):
+        return values.astype(jnp.int32)
+    return np.where((values >= 0) & (values <= checks.INT32_MAX), values, -1).astype(np.int32)
+
+
+def _store_ranges(num_tokens: int, rows: int, starts: Sequence[int] | None, ends: Sequence[int] | None) -> Ranges:
+    if starts is None and ends is None:
+        first = np.arange(0, num_tokens, rows, dtype=np.int32)
+        return Ranges(first, np.minimum(first + np.int32(rows), np.int32(num_tokens)))
+    if starts is None or ends is None:
+        raise ValueError(f"starts and ends: give both or neither, got {starts!r} and {ends!r}")
+    ranges = check_ranges(starts, ends, num_tokens)
+    for k in np.flatnonzero(ranges.sizes > rows):
+        raise ValueError(
+            f"starts and ends: chunk {k} has range [{ranges.starts[k]}, {ranges.ends[k]}), more than the {rows} tokens "
+            f"of a chunk (chunk_tokens)"
+        )
+    return ranges
+
+
+def _positions(spec: CacheSpec, positions: Any, num_tokens: int) -> Any:
+    """The position of each token, int32 `[tokens]` (`[3, tokens]` for M-RoPE); by default its index."""
+    if positions is None:
+        index = np.arange(num_tokens, dtype=np.int32)
+        return index if spec.position_components is None else np.stack([index] * spec.position_components)
+    values = known(positions, read=False)
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    return check_positions("positions", values, spec, num_tokens)

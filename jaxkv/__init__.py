@@ -8,7 +8,7 @@ from ._versions import check as _check_versions
 
 _check_versions(jax.__version__, sys.version_info[:3])
 
-from . import layouts, ops  # noqa: E402  (versions are checked before anything else is imported)
+from . import host, layouts, ops  # noqa: E402  (versions are checked before anything else is imported)
 from .bulk import load, store  # noqa: E402
 from .chunk import (  # noqa: E402
     KV_2LTD,
@@ -19,6 +19,16 @@ from .chunk import (  # noqa: E402
     Chunk,
     ChunkFormat,
     Fingerprint,
+)
+from .layerwise import (  # noqa: E402
+    LayerPart,
+    Staged,
+    StorePlan,
+    fetch_layers,
+    join_layers,
+    store_layer,
+    store_plan,
+    write,
 )
 from .layout import Layout, Sizes  # noqa: E402
 from .plans import Counts, Plan, plan  # noqa: E402
@@ -39,15 +49,24 @@ __all__ = [
     "ChunkFormat",
     "Counts",
     "Fingerprint",
+    "LayerPart",
     "Layout",
     "PagedCache",
     "Plan",
     "Rope",
     "Sizes",
+    "Staged",
+    "StorePlan",
     "Tuning",
+    "fetch_layers",
+    "host",
+    "join_layers",
     "layouts",
     "load",
     "ops",
     "plan",
     "store",
+    "store_layer",
+    "store_plan",
+    "write",
 ]

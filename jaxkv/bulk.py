@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import host
+from . import host, paths
 from .chunk import Chunk, ChunkFormat, Fingerprint, as_format, check_chunks, known
-from .host import Part, Restore, groups_of
 from .ops import checks, primitive
+from .paths import Part, Restore, groups_of
 from .plans import Plan
 from .plans import plan as make_plan
 from .selection import Selection, select
@@ -62,7 +62,7 @@ def store(
             "skip", no device array is read.
         into: chunks that are no longer needed: their pinned buffers take the new ones, and they are consumed. With
             enough of them no host memory is pinned, and the copy engine fills them directly.
-        path: "overlapped", "engine" or "direct" (see `jaxkv.host`); by default chosen from the call.
+        path: "overlapped", "engine" or "direct" (see `jaxkv.paths`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
 
@@ -96,23 +96,24 @@ def store(
     recycled = _recycled(into, spec, format, chosen.rows, count)
     traced = checks.is_tracing((*pool.leaves, chosen.slots))
     options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
-    hosts = [array for chunk in recycled for array in chunk.data] if recycled else None
+    # Where there is nothing to store, nothing is missing to write into.
+    hosts = [array for chunk in recycled for array in chunk.data] if recycled or not count else None
     nbytes = count * chosen.rows * spec.bytes_per_token
-    way = host.choose(path, pool, hosts, nbytes=nbytes, **options)
+    way = paths.choose(path, pool, hosts, nbytes=nbytes, **options)
     if count == 0:
         return ()
     if traced:
-        data = host.save_traced(pool, chosen.slots, groups, implementation)
+        data = paths.save_traced(pool, chosen.slots, groups, implementation)
     elif way.path == "overlapped":
         for array in hosts or ():
             array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
-        data = host.save_overlapped(pool, chosen.slots, groups, way, implementation)
+        data = paths.save_overlapped(pool, chosen.slots, groups, way, implementation)
     else:
         held = len(recycled)
-        data = host.save_into(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
+        data = paths.save_into(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
         if held < count:
-            rest = host.choose("overlapped", pool, None, nbytes=nbytes, **options)
-            data += host.save_overlapped(pool, chosen.slots[held:], groups, rest, implementation)
+            rest = paths.choose("overlapped", pool, None, nbytes=nbytes, **options)
+            data += paths.save_overlapped(pool, chosen.slots[held:], groups, rest, implementation)
         for array in hosts or ():
             array.delete()  # a CPU donates nothing that NumPy has a view of
     return chunks_of(data, chosen, Fingerprint.of(spec, format))
@@ -141,7 +142,7 @@ def load(
         chunks: the chunks, or a plan made by `plan`.
         slots: integers `[tokens]`, the slot of each token (not with a plan).
         donate: whether the cache is consumed; if not, the pages are copied once.
-        path: "overlapped", "engine" or "direct" (see `jaxkv.host`); by default chosen from the call.
+        path: "overlapped", "engine" or "direct" (see `jaxkv.paths`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
         **options: of `plan`: `starts`, `ends`, `positions`, `gaps`, `skip_prefix`, `out_of_range`, `unique_slots`.
@@ -181,7 +182,7 @@ def load(
         chunk = plan.chunks[k]
         parts.append(Part(slots_of[k], chunk.data, groups_of(spec, chunk.format, turning), positions[k]))
     nbytes = sum(plan.chunks[k].nbytes for k in moving)
-    way = host.choose(
+    way = paths.choose(
         path,
         pool,
         [array for part in parts for array in part.data],
@@ -286,7 +287,7 @@ def _recycled(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows:
 
 
 def _shardings(part: Part, pool: Pool) -> list[Any]:
-    return [sharding for _, sharding in host.chunk_places(part.groups, pool, part.slots.shape[0])]
+    return [sharding for _, sharding in paths.chunk_places(part.groups, pool, part.slots.shape[0])]
 
 
 def _padded(slots: Any, size: int) -> Any:

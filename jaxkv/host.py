@@ -1,71 +1,24 @@
-"""Pinned host memory, and the three ways between it and the pages.
+"""Pinned host memory: arrays go there and come back whole, and are never indexed while there.
 
-Arrays go to the host and come back whole, and are never indexed while there: indexing or slicing an array in host
-memory is not something XLA does reliably on a GPU (openxla/xla#34565, openxla/xla#47362).
-
-*Overlapped*: one gather into device memory and one `device_put` a chunk (a load the other way round), through a
-ring of device buffers; the copies ride streams of their own, so this is the way beside a computation, and the only
-one inside `jit`, on a sharded pool and without handlers. *Engine*: one operation for many chunks, in which the
-copy engine moves one chunk while a kernel fills the next buffer; nearest to the link's rate. *Direct*: a kernel
-reads or writes pinned memory itself; least overhead for little data, and on a CPU always the best, since there it
-is one copy instead of two.
+Indexing or slicing an array in host memory is not something XLA does reliably on a GPU (openxla/xla#34565,
+openxla/xla#47362): whatever picks rows runs on the device, before an array leaves or after it arrived.
 """
 
-import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from .chunk import ChunkFormat
-from .ops import checks, native
-from .ops.gather import gather_leaves
-from .ops.pinned import fetch_leaves, place_leaves
-from .ops.scatter import scatter_leaves
+from .ops import checks
 from .ops.sharding import describe
-from .ops.transfer import Transfer, Turn
-from .rope import Rope, stacked_deltas
-from .spec import CacheSpec, Pool
-from .tuning import Tuning
+from .ops.transfer import Transfer
 
 PINNED = "pinned_host"
-PATHS = (None, "overlapped", "engine", "direct")
 
 Arrays = tuple[jax.Array, ...]
-
-
-class Group(NamedTuple):
-    """Layers that share an array of a chunk.
-
-    Attributes:
-        transfer: between their pages and that array.
-        leaves: numbers of the pool leaves it touches.
-        turn: how their keys turn, None where they do not.
-        ropes: whose delta tables that takes, in the order of the tables.
-    """
-
-    transfer: Transfer
-    leaves: tuple[int, ...]
-    turn: Turn | None = None
-    ropes: tuple[Rope, ...] = ()
-
-    def deltas(self, positions: tuple[Any, Any] | None) -> Arrays:
-        """The delta tables of rows that move from old to new positions."""
-        return () if positions is None or self.turn is None else stacked_deltas(self.ropes, *positions)
-
-
-@functools.lru_cache(maxsize=256)
-def groups_of(spec: CacheSpec, format: ChunkFormat, turning: bool = False) -> tuple[Group, ...]:
-    """The groups of a format, in the order of a chunk's arrays; `turning` where keys are to be moved."""
-    groups = []
-    for layers in format.groups(spec.num_layers):
-        turn, ropes = (spec.turn(layers), spec.ropes(layers)) if turning else (None, ())
-        groups.append(Group(*spec.transfer(format.array_layout, layers).narrowed(), turn, ropes))
-    return tuple(groups)
 
 
 def place(arrays: Sequence[jax.Array]) -> Arrays:
@@ -90,300 +43,44 @@ def fetch(arrays: Sequence[jax.Array], shardings: Sequence[Any] | None) -> Array
     return tuple(jax.device_put(list(arrays), list(shardings)))
 
 
-class Way(NamedTuple):
-    """How a call moves its data.
-
-    Attributes:
-        path: "overlapped", "engine" or "direct".
-        staging: device buffers of one chunk each.
-        batch: chunks that one operation takes at most.
-    """
-
-    path: str
-    staging: int
-    batch: int
+Place = tuple[tuple[int, ...], Any]
+"""Shape and sharding of an array that is to be."""
 
 
-def choose(
-    path: str | None,
-    pool: Pool,
-    hosts: Sequence[jax.Array] | None,
-    *,
-    traced: bool,
-    nbytes: int,
-    implementation: str | None,
-    tuning: Tuning,
-) -> Way:
-    """Picks the way of a call from its size, or takes the one that is named.
+def places_of(transfer: Transfer, arrays: Sequence[jax.Array], rows: int) -> list[Place]:
+    """Where the arrays of a chunk of some pool leaves are to be on the device: sharded as these are."""
+    leaves = describe(transfer, rows, tuple(x.shape for x in arrays), 1, rows)
+    sharding = arrays[0].sharding
+    if not isinstance(sharding, NamedSharding):
+        return [(leaf.shape, sharding) for leaf in leaves.chunks]
+    axes = leaves.split(arrays).mesh_axes
+    return [(leaf.shape, leaf.sharding(sharding.mesh, axes)) for leaf in leaves.chunks]
+
+
+class Ring:
+    """Buffers that are used again in turn, by donating the oldest: the caller's own, for one request at a time.
 
     Args:
-        path: the caller's choice, or None.
-        pool: the pages.
-        hosts: the chunks' arrays, where there are such to read from or to write into.
-        traced: whether the call is being traced.
-        nbytes: bytes to move.
-        implementation: of the ops; "xla" leaves the overlapped way alone.
-        tuning: sizes.
+        size: buffers in the ring.
 
     Raises:
-        ValueError: the name is unknown.
-        RuntimeError: the named path is not possible here; the message says why.
-    """
-    if path not in PATHS:
-        raise ValueError(f"path: {path!r} is unknown, expected one of {PATHS}")
-    device = None if traced else next(iter(pool.leaves[0].devices()))
-    platform = None if device is None else native.platform_of(device)
-    why_not = None
-    if traced:
-        why_not = "inside jit, copies are part of the program"
-    elif hosts is None:
-        why_not = "it writes into pinned arrays that exist: give `into`"
-    elif implementation == "xla":
-        why_not = "it has no XLA form"
-    elif len(pool.leaves[0].devices()) > 1:
-        why_not = "the pool is on several devices"
-    elif not native.available(platform or ""):
-        why_not = f"no handlers for {platform}"
-    elif any(a.sharding.memory_kind != PINNED or a.devices() != pool.leaves[0].devices() for a in hosts):
-        why_not = "a chunk is not in pinned memory beside the pool's device"
-    if path == "engine" and why_not is None and platform != "cuda":
-        why_not = f"there is no copy engine on {platform}"
-    if path in ("engine", "direct") and why_not is not None:
-        raise RuntimeError(f"path: {path!r} is not possible here: {why_not}")
-    if path is None:
-        path = "overlapped"
-        if why_not is None:
-            path = "direct" if platform == "cpu" or nbytes <= tuning.direct_bytes else "engine"
-    staging = 0 if path == "direct" else tuning.staging
-    # A program takes a power of two of chunks, so that few of them serve all numbers. A CPU gains nothing from
-    # larger ones, and compiles one alone.
-    batch = 1 if path == "overlapped" or platform == "cpu" else tuning.chunks_per_call
-    return Way(path, staging, batch)
-
-
-def batches(count: int, largest: int) -> Iterator[range]:
-    """Cuts a number of chunks into runs of powers of two, the longest first."""
-    done = 0
-    while done < count:
-        size = min(1 << ((count - done).bit_length() - 1), largest)
-        yield range(done, done + size)
-        done += size
-
-
-def save_traced(pool: Pool, table: Any, groups: tuple[Group, ...], implementation: str | None) -> list[Arrays]:
-    """The chunks of a store that is being traced; `table` is int32 `[chunks, rows]`."""
-    return [place(_gather_groups(slots, pool.leaves, groups, implementation)) for slots in table]
-
-
-def save_overlapped(
-    pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, implementation: str | None
-) -> list[Arrays]:
-    """The chunks of a store, gathered into a ring of device buffers and copied from there."""
-    count, rows = table.shape
-    places = chunk_places(groups, pool, rows)
-    ring = deque(
-        tuple(jnp.empty(shape, pool.leaves[0].dtype, device=sharding) for shape, sharding in places)
-        for _ in range(min(way.staging, count))
-    )
-    chunks = []
-    for slots in to_device(table, pool):
-        # The ring's oldest buffers take the next chunk, once its own copy to the host has left them.
-        data = _gather_step(ring.popleft(), slots, pool.leaves, groups=groups, implementation=implementation)
-        ring.append(data)
-        chunks.append(place(data))
-    return chunks
-
-
-def save_into(pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, hosts: Sequence[Arrays]) -> list[Arrays]:
-    """The chunks of a store, written into pinned arrays, which are consumed: one tuple of them a chunk."""
-    chunks: list[list[jax.Array]] = [[] for _ in hosts]
-    for run in batches(len(hosts), way.batch):
-        first = 0
-        for transfer, numbers, *_ in groups:
-            held = len(transfer.chunk_kinds)
-            placed = place_leaves(
-                table[run.start : run.stop].reshape(-1),
-                [leaf for k in run for leaf in hosts[k][first : first + held]],
-                [pool.leaves[i] for i in numbers],
-                transfer=transfer,
-                num_chunks=len(run),
-                staging=way.staging,
-            )
-            for at, k in enumerate(run):
-                chunks[k] += placed[at * held : (at + 1) * held]
-            first += held
-    return [tuple(chunk) for chunk in chunks]
-
-
-class Part(NamedTuple):
-    """One chunk of a load.
-
-    Attributes:
-        slots: int32 `[rows]`, the slot of each row, -1 for none.
-        data: its arrays; none to write zero bytes.
-        groups: of its format.
-        positions: None, or the old and new positions of its rows, int32 `[rows]` (`[3, rows]` for M-RoPE).
+        ValueError: `size` is no positive integer.
     """
 
-    slots: Any
-    data: Arrays
-    groups: tuple[Group, ...]
-    positions: tuple[Any, Any] | None = None
+    def __init__(self, size: int = 2) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"size: expected an int of at least 1, got {size!r}")
+        self._size = size
+        self._kept: deque[tuple[list[Place], Arrays]] = deque()
 
+    def take(self, places: list[Place], dtype: Any) -> Arrays:
+        """The oldest buffers, to be donated; new ones while the ring is not full or holds others."""
+        if len(self._kept) >= self._size:
+            kind, arrays = self._kept.popleft()
+            if kind == places and all(array.dtype == dtype and not array.is_deleted() for array in arrays):
+                return arrays
+        return tuple(jnp.empty(shape, dtype, device=sharding) for shape, sharding in places)
 
-class Restore:
-    """A load on its way: the leaves as they are, chunk after chunk.
-
-    Attributes:
-        leaves: the pool's arrays with everything written so far.
-    """
-
-    def __init__(self, pool: Pool, *, donate: bool, traced: bool, implementation: str | None) -> None:
-        self.leaves = list(pool.leaves)
-        self._donate, self._traced, self._implementation = donate, traced, implementation
-
-    def scatter(self, part: Part, data: Arrays) -> None:
-        """Scatters one chunk whose `data` is on the device, or zero bytes where that is empty."""
-        step = _scatter_groups if self._traced else (_scatter_in_place if self._donate else _scatter_into_copy)
-        options: dict[str, Any] = {"groups": part.groups, "implementation": self._implementation}
-        self.leaves = step(self.leaves, part.slots, data, part.positions, **options)
-        self._donate = True  # what a step made is ours to write into
-
-    def overlapped(self, parts: Sequence[Part], shardings: Any, staging: int) -> None:
-        """Fetches chunks a few ahead of their scatters.
-
-        Args:
-            parts: the chunks.
-            shardings: where each chunk's arrays go; None for each while tracing.
-            staging: chunks that are on their way at once.
-        """
-        staged = deque(fetch(part.data, where) for part, where in zip(parts[:staging], shardings, strict=False))
-        for at, part in enumerate(parts):
-            data = staged.popleft()
-            self.scatter(part, data)
-            if at + staging < len(parts):
-                if not self._traced:
-                    jax.block_until_ready(data)  # or the copies of all chunks would claim device memory at once
-                staged.append(fetch(parts[at + staging].data, shardings[at + staging]))
-
-    def from_pinned(self, parts: Sequence[Part], way: Way) -> None:
-        """Scatters chunks straight from pinned memory, many in one operation where they are of one shape."""
-        first = 0
-        while first < len(parts):
-            kind = (parts[first].groups, parts[first].slots.shape)
-            alike = first
-            while alike < len(parts) and (parts[alike].groups, parts[alike].slots.shape) == kind:
-                alike += 1
-            for run in batches(alike - first, way.batch):
-                self._fetch_run(parts[first + run.start : first + run.stop], way)
-            first = alike
-
-    def _fetch_run(self, run: Sequence[Part], way: Way) -> None:
-        at, rows = 0, run[0].slots.shape[0]
-        slots = _concatenated([part.slots for part in run])
-        moves = [part.positions for part in run if part.positions is not None]
-        positions = tuple(map(_concatenated, zip(*moves, strict=True))) if moves else None
-        donate, self._donate = self._donate, True
-        for group in run[0].groups:
-            held = len(group.transfer.chunk_kinds)
-            written = fetch_leaves(
-                slots,
-                [leaf for part in run for leaf in part.data[at : at + held]],
-                [self.leaves[i] for i in group.leaves],
-                transfer=group.transfer,
-                num_chunks=len(run),
-                rows=rows,
-                staging=way.staging,
-                donate=donate,
-                turn=group.turn,
-                deltas=_deltas(positions, group=group) if group.turn is not None else (),
-            )
-            for i, leaf in zip(group.leaves, written, strict=True):
-                self.leaves[i] = leaf
-            at += held
-
-
-def _concatenated(arrays: Sequence[Any]) -> Any:
-    known = all(isinstance(array, np.ndarray) for array in arrays)
-    return (np if known else jnp).concatenate(arrays, axis=-1)
-
-
-@functools.partial(jax.jit, static_argnames="group")
-def _deltas(positions: Any, *, group: Group) -> Arrays:
-    return group.deltas(positions)
-
-
-def chunk_places(groups: tuple[Group, ...], pool: Pool, rows: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and device sharding of each array of a chunk of this pool."""
-    out: list[tuple[tuple[int, ...], Any]] = []
-    for transfer, numbers, *_ in groups:
-        arrays = [pool.leaves[i] for i in numbers]
-        leaves = describe(transfer, rows, tuple(x.shape for x in arrays), 1, rows)
-        sharding = arrays[0].sharding
-        axes = leaves.split(arrays).mesh_axes
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        out += [(leaf.shape, sharding if mesh is None else leaf.sharding(mesh, axes)) for leaf in leaves.chunks]
-    return out
-
-
-def to_device(table: Any, pool: Pool) -> Sequence[jax.Array]:
-    """The rows of an int32 table as device arrays beside the pool, sent in one call."""
-    sharding = pool.leaves[0].sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.device_put(list(table), sharding)
-
-
-def _gather_groups(
-    slots: Any, leaves: Sequence[jax.Array], groups: tuple[Group, ...], implementation: str | None
-) -> Arrays:
-    options: dict[str, Any] = {"num_chunks": 1, "implementation": implementation}
-    return tuple(
-        part
-        for transfer, numbers, *_ in groups
-        for part in gather_leaves(jnp.asarray(slots), [leaves[i] for i in numbers], transfer=transfer, **options)
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("groups", "implementation"), donate_argnames="staging", keep_unused=True)
-def _gather_step(
-    staging: Arrays, slots: Any, leaves: Sequence[jax.Array], *, groups: tuple[Group, ...], implementation: str | None
-) -> Arrays:
-    """Gathers one chunk into the buffers of an earlier one: they are donated, and of the results' shapes."""
-    del staging
-    return _gather_groups(slots, leaves, groups, implementation)
-
-
-def _scatter_groups(
-    leaves: Sequence[jax.Array],
-    slots: Any,
-    data: Arrays,
-    positions: tuple[Any, Any] | None,
-    *,
-    groups: tuple[Group, ...],
-    implementation: str | None,
-) -> list[jax.Array]:
-    """Scatters one chunk, or zero bytes where `data` is empty."""
-    out, parts, slots = list(leaves), list(data), jnp.asarray(slots)
-    for group in groups:
-        held = len(group.transfer.chunk_kinds) if data else 0
-        written = scatter_leaves(
-            slots,
-            parts[:held],
-            [out[i] for i in group.leaves],
-            transfer=group.transfer,
-            num_chunks=1 if data else 0,
-            rows=slots.shape[0] if data else 0,
-            implementation=implementation,
-            turn=group.turn,
-            deltas=group.deltas(positions),
-        )
-        parts = parts[held:]
-        for i, leaf in zip(group.leaves, written, strict=True):
-            out[i] = leaf
-    return out
-
-
-_STEP = ("groups", "implementation")
-_scatter_in_place = jax.jit(_scatter_groups, static_argnames=_STEP, donate_argnames="leaves")
-_scatter_into_copy = jax.jit(_scatter_groups, static_argnames=_STEP)
+    def give(self, arrays: Sequence[jax.Array]) -> None:
+        """Puts buffers behind all others."""
+        self._kept.append(([(array.shape, array.sharding) for array in arrays], tuple(arrays)))

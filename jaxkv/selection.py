@@ -68,7 +68,8 @@ def select(
     token = np.where(given, token, np.int32(0))
     if token.size == 0 or slot.shape[0] == 0:
         nowhere = np.full(token.shape, -1, np.int32)
-        return Selection(nowhere, given, np.zeros((*position.shape[:-1], *token.shape), np.int32), ranges.sizes)
+        none = np.zeros((len(token), *position.shape[:-1], rows), np.int32)
+        return Selection(nowhere, np.zeros_like(given), none, ranges.sizes)
     xp: Any = jnp if isinstance(slot, jax.Array) or checks.is_traced(prefix) else np
     at = xp.asarray(slot)[token]
     taken = given & (at >= 0) & (token >= prefix)

@@ -10,7 +10,7 @@ import pytest
 from helpers import CHUNKS, IMPLEMENTATIONS, POOLS, Model, follow, pinned, small
 
 import jaxkv
-from jaxkv import host
+from jaxkv import paths
 
 implementations = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
@@ -140,6 +140,8 @@ def test_nothing_to_do(implementation):
     assert jaxkv.store(cache, np.zeros(0, np.int64), implementation=implementation) == ()
     assert jaxkv.store(cache, jnp.zeros(0, jnp.int32), implementation=implementation) == ()
     assert jaxkv.store(cache, np.arange(5), starts=[], ends=[], implementation=implementation) == ()
+    chunks = jaxkv.store(cache, [], starts=[0, 0], ends=[0, 0], chunk_tokens=4, implementation=implementation)
+    helpers.stored(model, arrays, chunks, [], [0, 0], [0, 0])
     chunks = jaxkv.store(cache, np.full(9, -1), chunk_tokens=4, implementation=implementation)
     helpers.stored(model, arrays, chunks, np.full(9, -1), *follow(9, 4))
     helpers.assert_same(cache.pages, arrays)
@@ -241,7 +243,7 @@ def test_staging_is_a_ring(staging, implementation, monkeypatch):
     tuning = jaxkv.Tuning(chunk_tokens=8, staging=staging)
     jaxkv.store(cache, np.arange(8), tuning=tuning, implementation=implementation)  # compiles
     seen, alive = collections.Counter(), []
-    step = host._gather_step
+    step = paths._gather_step
 
     def counted(*args, **options):
         out = step(*args, **options)
@@ -249,7 +251,7 @@ def test_staging_is_a_ring(staging, implementation, monkeypatch):
         alive.append(sum(x.shape == out[0].shape and x.sharding.memory_kind == "device" for x in jax.live_arrays()))
         return out
 
-    monkeypatch.setattr(host, "_gather_step", counted)
+    monkeypatch.setattr(paths, "_gather_step", counted)
     jax.block_until_ready([c.data for c in jaxkv.store(cache, np.arange(100), tuning=tuning)])
     assert sum(seen.values()) == 13
     assert len(seen) <= staging
@@ -263,12 +265,12 @@ def test_other_lengths_compile_nothing(implementation):
     arrays, cache = model.random(16)
     options = dict(chunk_tokens=8, implementation=implementation)
     jaxkv.store(cache, np.arange(20), **options)
-    traced = host._gather_step._cache_size()
+    traced = paths._gather_step._cache_size()
     with helpers.compilations() as compiled:
         for n in (1, 7, 8, 9, 64, 100):
             slots = np.random.default_rng(n).permutation(model.num_slots)[:n]
             chunks = jaxkv.store(cache, slots, **options)
             jaxkv.store(cache, slots, starts=[0], ends=[1], skip_prefix=1, **options)
     assert not compiled
-    assert host._gather_step._cache_size() == traced
+    assert paths._gather_step._cache_size() == traced
     helpers.stored(model, arrays, chunks, slots, *follow(100, 8))

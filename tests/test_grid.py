@@ -77,6 +77,10 @@ def possible(cell: Cell, limit: int) -> bool:
     row = get("heads", 1) * get("dim", 1) * np.dtype(DTYPES[get("dtype", "int8")]).itemsize * pool.planes
     slots = get("pages", 2) * get("page_size", 1)
     number = get("chunk_tokens", 256)
+    # A jitted load holds a scatter for each chunk, and in XLA's form one for each array of it.
+    steps = -(-get("tokens", 0) // number) * get("layers", 1)
+    if get("again") in ("jit", "donated jit", "loop") and steps > 48:
+        return False
     if get("tokens", 0) / number > 130:  # as many chunks as CASES.md D1 asks for, and some
         return False
     return row * get("layers", 1) * (slots + 3 * min(get("tokens", 0), 4 * slots) + number) <= limit

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..chunk import as_format
-from ..host import groups_of
 from ..ops.gather import gather_leaves
 from ..ops.scatter import scatter_leaves
+from ..paths import groups_of
 from .shapes import Shape
 from .timing import device_time
 

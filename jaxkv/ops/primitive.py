@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, AxisType
 
 from . import native
 
@@ -58,7 +59,7 @@ def define(
             if implementation == "ffi" and not built:
                 raise RuntimeError(_ffi_missing(platform or ", ".join(ctx.module_context.platforms)))
             if implementation == "xla" or not built:
-                return lower_xla(ctx, *operands, **params)
+                return _lower_local(lower_xla, ctx, *operands, **params)
             return ffi(ctx, *operands, **params)
 
         return lower
@@ -67,6 +68,20 @@ def define(
     for platform in FFI_PLATFORMS:
         mlir.register_lowering(primitive, lowering(platform), platform=platform)
     return primitive
+
+
+def _lower_local(lower: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lowers what runs on one device's own part, which custom_partitioning has taken out of the mesh already.
+
+    On an explicit mesh JAX would still put a sharding on every value inside, as custom calls that nobody resolves
+    any more (seen with jax 0.12).
+    """
+    meshes = [jax.sharding.get_abstract_mesh(), *(aval.sharding.mesh for aval in ctx.avals_in)]
+    if not any(AxisType.Explicit in mesh.axis_types for mesh in meshes):
+        return lower(ctx, *operands, **params)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        avals = [aval.update(sharding=None) for aval in ctx.avals_in]
+        return lower(ctx.replace(avals_in=avals), *operands, **params)
 
 
 def guarded(name: str, instead: str, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

@@ -124,7 +124,8 @@ def _partitioned(
         del results
         split = leaves.split(split_operands(operands, transfer, num_chunks, turn).pool)
         place = [leaf.sharding(mesh, split.mesh_axes) for leaf in inputs]
-        return mesh, local(split.ways), tuple(place[len(place) - len(leaves.pool) :]), tuple(place)
+        results_at = len(place) - len(leaves.pool)
+        return mesh, local(split.ways), place[results_at:], tuple(place)  # results: a list, as `bind`'s
 
     call = custom_partitioning(local(1))
     rule, sizes = leaves.rule(inputs, leaves.pool)

@@ -194,7 +194,7 @@ PLAIN = {axis: values[0] for axis, values in AXES.items()}
 
 
 def each_value(limit: int) -> list[Cell]:
-    """Cells in which every value of every axis occurs, each as full of new values as its cost allows, the rest random."""
+    """Cells in which every value of every axis occurs: as many new ones in each as its cost allows, the rest random."""
     rng = random.Random(0)
     todo = {axis: list(values) for axis, values in AXES.items()}
     cells: list[Cell] = []

@@ -1,0 +1,314 @@
+"""store_layer and join_layers: layers leave for the host one by one, and become chunks."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import host
+from ..chunk import Chunk, ChunkFormat, Fingerprint, as_format
+from ..layout import Layout
+from ..ops import checks, primitive
+from ..ops.gather import gather_leaves
+from ..ops.sharding import describe_pool
+from ..ops.transfer import Transfer
+from ..selection import Selection, select
+from ..spec import CacheSpec, PagedCache
+from ..tuning import Tuning
+
+
+@dataclasses.dataclass(frozen=True)
+class StorePlan:
+    """The tokens of a layer-wise store, checked once for all layers.
+
+    Attributes:
+        chosen: the slots and positions, in rows of chunks.
+        slots: the slots of all rows, int32 `[chunks * rows]`; beside the pages, once a layer was stored.
+        spec: of the cache.
+        num_slots: the smallest pool that has all of the slots.
+    """
+
+    chosen: Selection
+    slots: Any
+    spec: CacheSpec
+    num_slots: int
+
+
+def store_plan(
+    cache: PagedCache | CacheSpec,
+    slots: Any,
+    *,
+    starts: Sequence[int] | None = None,
+    ends: Sequence[int] | None = None,
+    positions: Any = None,
+    chunk_tokens: int | None = None,
+    layers: int = 1,
+    skip_prefix: Any = 0,
+    out_of_range: str = "raise",
+    tuning: Tuning | None = None,
+) -> StorePlan:
+    """Decides once what `store_layer` does for every layer, which spares each layer the checks.
+
+    Args:
+        cache: the cache or its spec; with a spec, slots are checked against the pages that come.
+        slots: as in `store`.
+        starts: as in `store`.
+        ends: as in `store`.
+        positions: as in `store`.
+        chunk_tokens: rows of each chunk; by default as many as make an array of `layers` layers about
+            `tuning.array_bytes`, but no more than the tokens need.
+        layers: layers that share an array.
+        skip_prefix: as in `store`.
+        out_of_range: as in `store`.
+        tuning: sizes; see `Tuning`.
+
+    Returns:
+        The plan, to be given to `store_layer` in place of slots.
+
+    Raises:
+        TypeError: as `store`.
+        ValueError: as `store`.
+    """
+    spec = cache.spec if isinstance(cache, PagedCache) else cache
+    if not isinstance(spec, CacheSpec):
+        raise TypeError(f"cache: expected a PagedCache or a CacheSpec, got {type(cache).__name__}")
+    num_slots = cache.num_slots if isinstance(cache, PagedCache) else checks.INT32_MAX
+    rows = chunk_tokens
+    if rows is None:
+        count = len(slots) if isinstance(slots, (list, tuple)) else int(np.shape(slots)[0]) if np.ndim(slots) else 0
+        longest = max((end - start for start, end in zip(starts or (), ends or (), strict=False)), default=0)
+        rows = longest or layer_rows(spec, layers, count, tuning or Tuning())
+    if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
+        raise ValueError(f"chunk_tokens: expected an int of at least 1, got {chunk_tokens!r}")
+    chosen = select(
+        spec,
+        slots,
+        rows=int(rows),
+        num_slots=num_slots,
+        starts=starts,
+        ends=ends,
+        positions=positions,
+        skip_prefix=skip_prefix,
+        out_of_range=out_of_range,
+    )
+    flat, least = chosen.slots.reshape(-1), 0
+    if isinstance(flat, np.ndarray) and flat.size and out_of_range == "raise":
+        least = int(flat.max()) + 1
+    return StorePlan(chosen, flat, spec, least)
+
+
+def layer_rows(spec: CacheSpec, layers: int, num_tokens: int, tuning: Tuning) -> int:
+    """Rows of a chunk that make an array of some layers worth its dispatch: a power of two, no more than needed."""
+    bytes_per_row = max(spec.bytes_per_token * layers // spec.num_layers, 1)
+    worth = max(tuning.array_bytes // bytes_per_row, 1)
+    needed = 1 << max(num_tokens - 1, 15).bit_length()
+    return min(max(1 << (worth.bit_length() - 1), tuning.chunk_tokens), needed)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerPart:
+    """What `store_layer` sends: some consecutive layers of every chunk, in pinned host memory.
+
+    Attributes:
+        data: for each chunk the arrays of these layers.
+        num_tokens: tokens of each chunk.
+        positions: of each chunk's rows.
+        valid: of each chunk's rows.
+        layers: first and one past the last.
+        fingerprint: of the chunks this is a part of.
+    """
+
+    data: tuple[tuple[jax.Array, ...], ...]
+    num_tokens: Any
+    positions: Any
+    valid: Any
+    layers: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    fingerprint: Fingerprint = dataclasses.field(metadata={"static": True})
+
+    def is_ready(self) -> bool:
+        """Whether all bytes have arrived; never waits."""
+        return all(array.is_ready() for arrays in self.data for array in arrays)  # type: ignore[attr-defined]
+
+
+def store_layer(
+    pages: Any,
+    slots: Any,
+    *,
+    spec: CacheSpec | None = None,
+    layer: int | range,
+    format: Any = None,
+    ring: host.Ring | None = None,
+    implementation: str | None = None,
+    tuning: Tuning | None = None,
+    **options: Any,
+) -> LayerPart:
+    """Sends one layer's KV, or that of a few consecutive layers, to pinned host memory.
+
+    Dispatched, not waited for: the layer's rows are gathered on the device after whatever computes the pages, and
+    copied while what comes next computes. What is done to the pages after the call does not change them.
+
+    Args:
+        pages: the layer's pages (as `write` takes them), or a tuple of them with `layer=range(a, b)`; the array of
+            all layers where the layout has a `layer` axis.
+        slots: as in `store`, or a `StorePlan`, which spares each layer the checks.
+        spec: of the cache (not needed with a `StorePlan`).
+        layer: which layer, or which consecutive ones: they share an array.
+        format: of one layer, by default KV_T2D (KV_MLA_TD for one plane); several layers get a leading axis.
+        ring: device buffers to gather into, for all layers of a request; without one, each layer that is on its way
+            holds device memory of its own.
+        implementation: None for the best there is, "xla" or "ffi".
+        tuning: sizes; see `Tuning`.
+        **options: of `store_plan`: `starts`, `ends`, `positions`, `chunk_tokens`, `skip_prefix`, `out_of_range`.
+
+    Returns:
+        The layers' part of each chunk, for `join_layers`.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: arguments do not fit one another; nothing was launched.
+        RuntimeError: `implementation="ffi"` where no handlers were built.
+    """
+    layers = range(layer, layer + 1) if isinstance(layer, (int, np.integer)) else layer
+    if not isinstance(slots, StorePlan):
+        if spec is None:
+            raise TypeError("spec: missing; give the cache's spec, or a StorePlan for slots")
+        slots = store_plan(spec, slots, layers=max(len(layers), 1), tuning=tuning, **options)
+    elif options:
+        raise TypeError(f"slots: a StorePlan has its options already, got {sorted(options)}")
+    plan: StorePlan = slots
+    spec = plan.spec
+    primitive.check_implementation(implementation)
+    if not (isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop <= spec.num_layers):
+        raise ValueError(f"layer: {layer!r} is no layer, nor a range of them, of a cache of {spec.num_layers}")
+    leaves, pool_transfer = _layer_leaves(pages, spec, layers)
+    fmt = _layer_format(spec, format, layers, grouped=layers is layer)
+    transfer = dataclasses.replace(pool_transfer, chunk=fmt.array_layout)
+    num_pages, described = describe_pool(transfer.pool, transfer.sizes, tuple(leaf.shape for leaf in leaves))
+    head_axes = [leaf.head_axis for leaf in described]
+    if plan.num_slots > num_pages * spec.page_size:
+        checks.check_slots_in_pool(np.asarray(plan.slots), num_pages * spec.page_size)
+    chosen, count = plan.chosen, len(plan.chosen.slots)
+    fingerprint = Fingerprint.of(spec, fmt)
+    meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)
+    if count == 0:
+        return LayerPart((), *meta)
+
+    statics: dict[str, Any] = {"transfer": transfer, "num_chunks": count, "implementation": implementation}
+    if checks.is_tracing((*leaves, plan.slots)):
+        data: Sequence[jax.Array] = host.place(_gather_chunks(plan.slots, leaves, **statics))
+    else:
+        checks.check_placement(leaves, head_axes, "pages")
+        if ring is None:
+            gathered = _gather_chunks_jit(plan.slots, leaves, **statics)
+        else:
+            places = host.places_of(transfer, leaves, chosen.rows) * count
+            gathered = _gather_chunks_into(ring.take(places, spec.dtype), plan.slots, leaves, **statics)
+            ring.give(gathered)
+        data = host.place(gathered)
+    held = len(data) // count
+    return LayerPart(tuple(tuple(data[c * held : (c + 1) * held]) for c in range(count)), *meta)
+
+
+def join_layers(parts: Iterable[LayerPart]) -> tuple[Chunk, ...]:
+    """Makes chunks of the layers' parts.
+
+    Args:
+        parts: of `store_layer`, for every layer once and in order.
+
+    Returns:
+        The chunks.
+
+    Raises:
+        TypeError: an entry is no `LayerPart`.
+        ValueError: layers are missing, out of order or grouped unevenly, or the parts differ in their chunks.
+    """
+    sent = list(parts)
+    for i, part in enumerate(sent):
+        if not isinstance(part, LayerPart):
+            raise TypeError(f"parts: entry {i} is no LayerPart but {type(part).__name__}")
+    if not sent:
+        raise ValueError("parts: there are none")
+    first = sent[0].fingerprint
+    groups = first.format.groups(first.num_layers)
+    found = [part.layers for part in sent]
+    if found != [(group.start, group.stop) for group in groups]:
+        raise ValueError(
+            f"parts: {len(found)} parts of layers {found}, expected {len(groups)} that cover {first.num_layers} "
+            f"layers in order, {first.format.layers_per_array} in each"
+        )
+    for i, part in enumerate(sent):
+        # The last part may hold fewer layers than the others, in the same layout.
+        same = dataclasses.replace(part.fingerprint, format=first.format) == first
+        if not same or part.fingerprint.format.layout != first.format.layout or len(part.data) != len(sent[0].data):
+            raise ValueError(f"parts: part {i} is of other chunks than part 0")
+    return tuple(
+        Chunk(
+            tuple(array for part in sent for array in part.data[c]),
+            sent[0].num_tokens[c],
+            sent[0].positions[c],
+            sent[0].valid[c],
+            first,
+        )
+        for c in range(len(sent[0].data))
+    )
+
+
+def _layer_format(spec: CacheSpec, format: Any, layers: range, *, grouped: bool) -> ChunkFormat:
+    """The format of a layer's part: with a leading `layer` axis where a range of layers was asked for."""
+    if format is None:
+        format = as_format(spec, None, 1)
+    layout = format.array_layout if isinstance(format, ChunkFormat) else ChunkFormat(format).array_layout
+    if grouped and not layout.has_axis("layer"):
+        layout = ChunkFormat(layout, 2).array_layout
+    return ChunkFormat(layout, len(layers))
+
+
+def _layer_leaves(pages: Any, spec: CacheSpec, layers: range) -> tuple[list[jax.Array], Transfer]:
+    """The pool leaves of some layers in the layout's order, and a transfer over them (its chunk layout to be set)."""
+    pool = spec.pool_layout
+    anything = Layout("token head dim" if spec.planes == 1 else "kv token head dim")
+    if pool.has_axis("layer"):
+        leaves, _ = checks.arrays_of(pages, pool, spec.num_layers, "pages")
+        transfer = Transfer(pool, anything, spec.sizes, (layers.start, layers.stop))
+    else:
+        of_layer = [jax.tree.leaves(page) for page in pages] if len(layers) > 1 else [jax.tree.leaves(pages)]
+        expected = pool.num_leaves(1)
+        if len(of_layer) != len(layers) or any(len(found) != expected for found in of_layer):
+            raise ValueError(
+                f"pages: got {[len(found) for found in of_layer]} arrays, expected {expected} for each of the layers "
+                f"{layers.start} to {layers.stop - 1} (layout {str(pool)!r})"
+            )
+        kv_first = pool.levels[0] == "kv"
+        order = zip(*of_layer, strict=True) if kv_first else of_layer
+        leaves = list(itertools.chain.from_iterable(order))
+        for leaf in leaves:
+            if not isinstance(leaf, jax.Array):
+                raise TypeError(f"pages: expected a jax.Array, got {type(leaf).__name__}")
+            if not checks.is_traced(leaf) and leaf.is_deleted():
+                raise ValueError("pages: this array was deleted or donated to an earlier call")
+        transfer = Transfer(pool, anything, spec.sizes._replace(layers=len(layers)), (0, len(layers)))
+    checks.check_same_dtype(leaves, spec.dtype, "pages")
+    return leaves, transfer
+
+
+def _gather_chunks(slots: Any, leaves: Sequence[jax.Array], **statics: Any) -> list[jax.Array]:
+    return gather_leaves(jnp.asarray(slots), leaves, **statics)
+
+
+_STATIC = ("transfer", "num_chunks", "implementation")
+_gather_chunks_jit = jax.jit(_gather_chunks, static_argnames=_STATIC)
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC, donate_argnums=0, keep_unused=True)
+def _gather_chunks_into(
+    staging: tuple[jax.Array, ...], slots: Any, leaves: Sequence[jax.Array], **statics: Any
+) -> list[jax.Array]:
+    """Gathers into the buffers of an earlier layer: they are donated, and of the results' shapes."""
+    del staging
+    return _gather_chunks(slots, leaves, **statics)

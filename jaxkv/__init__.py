@@ -8,7 +8,7 @@ from ._versions import check as _check_versions
 
 _check_versions(jax.__version__, sys.version_info[:3])
 
-from . import host, layouts, ops  # noqa: E402  (versions are checked before anything else is imported)
+from . import blend, host, layouts, lmcache, ops  # noqa: E402  (versions are checked before anything else is imported)
 from .bulk import load, store  # noqa: E402
 from .chunk import (  # noqa: E402
     KV_2LTD,
@@ -58,10 +58,12 @@ __all__ = [
     "Staged",
     "StorePlan",
     "Tuning",
+    "blend",
     "fetch_layers",
     "host",
     "join_layers",
     "layouts",
+    "lmcache",
     "load",
     "ops",
     "plan",

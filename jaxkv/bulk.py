@@ -168,7 +168,7 @@ def load(
     # What is traced need not be the pages: a jitted function may close over them, and they outlive its tracing.
     traced = checks.is_tracing((*pool.leaves, *jax.tree.leaves(plan)))
     if donate and not traced:
-        _check_distinct(pool)
+        check_distinct(pool)
 
     slots_of = plan.slots_by_chunk()
     moving = [k for k, chunk_slots in enumerate(slots_of) if _may_move(chunk_slots)]
@@ -247,7 +247,7 @@ def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
             )
 
 
-def _check_distinct(pool: Pool) -> None:
+def check_distinct(pool: Pool) -> None:
     seen: dict[int, int] = {}
     for i, leaf in enumerate(pool.leaves):
         first = seen.setdefault(id(leaf), i)

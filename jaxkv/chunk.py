@@ -1,6 +1,7 @@
 """Chunks: KV of a range of tokens in host memory, and the formats they come in."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -12,8 +13,10 @@ from .layout import Layout
 from .ops import checks
 from .rope import Rope
 from .spec import CacheSpec
+from .values import hashed_once
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class ChunkFormat:
     """How a chunk's arrays are laid out.
@@ -74,11 +77,7 @@ class ChunkFormat:
 
     def shapes(self, spec: CacheSpec, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of all arrays of a chunk of `num_tokens` rows."""
-        return tuple(
-            shape
-            for layers in self.groups(spec.num_layers)
-            for shape in spec.transfer(self.array_layout, layers).chunk_shapes(num_tokens)
-        )
+        return _shapes(self, spec, num_tokens)
 
     def shape(self, spec: CacheSpec, num_tokens: int) -> tuple[int, ...]:
         """Shape of a chunk's (first) array; LMCache's `get_shape`."""
@@ -122,6 +121,7 @@ def as_format(spec: CacheSpec, format: Any, layers_per_array: int | None = None)
     return ChunkFormat(format, layers_per_array)
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
     """What makes the bytes of one chunk incompatible with a cache; page layout, page size and sharding do not.
@@ -148,27 +148,46 @@ class Fingerprint:
     @classmethod
     def of(cls, spec: CacheSpec, format: ChunkFormat) -> "Fingerprint":
         """The fingerprint of chunks stored from a cache."""
-        return cls(
-            format,
-            spec.page_size if format.array_layout.has_axis("page") else None,
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.planes,
-            str(np.dtype(spec.dtype)),
-            spec.rope,
-            spec.rope_offset,
-            spec.model,
-        )
+        return _fingerprint(spec, format)
 
     def difference(self, spec: CacheSpec) -> str | None:
         """The first part in which a cache differs, with both values; None where chunks of this kind load into it."""
-        wanted = Fingerprint.of(spec, self.format)
-        for field in dataclasses.fields(self):
-            mine, other = getattr(self, field.name), getattr(wanted, field.name)
-            if mine != other:
-                return f"{field.name} is {mine!r} in the chunk and {other!r} in the cache"
-        return None
+        return _difference(self, spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes(format: ChunkFormat, spec: CacheSpec, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        shape
+        for layers in format.groups(spec.num_layers)
+        for shape in spec.transfer(format.array_layout, layers).chunk_shapes(num_tokens)
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _fingerprint(spec: CacheSpec, format: ChunkFormat) -> Fingerprint:
+    return Fingerprint(
+        format,
+        spec.page_size if format.array_layout.has_axis("page") else None,
+        spec.num_layers,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.planes,
+        str(np.dtype(spec.dtype)),
+        spec.rope,
+        spec.rope_offset,
+        spec.model,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _difference(found: Fingerprint, spec: CacheSpec) -> str | None:
+    wanted = Fingerprint.of(spec, found.format)
+    for field in dataclasses.fields(found):
+        mine, other = getattr(found, field.name), getattr(wanted, field.name)
+        if mine != other:
+            return f"{field.name} is {mine!r} in the chunk and {other!r} in the cache"
+    return None
 
 
 @jax.tree_util.register_dataclass

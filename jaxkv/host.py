@@ -4,13 +4,14 @@ Indexing or slicing an array in host memory is not something XLA does reliably o
 openxla/xla#47362): whatever picks rows runs on the device, before an array leaves or after it arrived.
 """
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .ops import checks
 from .ops.sharding import describe
@@ -28,7 +29,12 @@ def place(arrays: Sequence[jax.Array]) -> Arrays:
     """
     if any(map(checks.is_traced, arrays)):
         return tuple(jax.device_put(array, jax.memory.Space.Host) for array in arrays)
-    return tuple(jax.device_put(list(arrays), [array.sharding.with_memory_kind(PINNED) for array in arrays]))
+    return tuple(jax.device_put(list(arrays), [_pinned(array.sharding) for array in arrays]))
+
+
+@functools.lru_cache(maxsize=256)
+def _pinned(sharding: Any) -> Any:
+    return sharding.with_memory_kind(PINNED)
 
 
 def fetch(arrays: Sequence[jax.Array], shardings: Sequence[Any] | None) -> Arrays:
@@ -41,6 +47,13 @@ def fetch(arrays: Sequence[jax.Array], shardings: Sequence[Any] | None) -> Array
     if shardings is None:
         return tuple(jax.device_put(array, jax.memory.Space.Device) for array in arrays)
     return tuple(jax.device_put(list(arrays), list(shardings)))
+
+
+def send_beside(tables: Sequence[Any], sharding: Any) -> list[jax.Array]:
+    """Sends small tables to the devices of an array with this sharding, whole to each, in one call."""
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.device_put(list(tables), sharding)
 
 
 Place = tuple[tuple[int, ...], Any]

@@ -18,6 +18,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .values import hashed_once
+
 AXES = ("layer", "page", "token", "head", "kv", "dim")
 LEVELS = ("layer", "kv")
 
@@ -69,6 +71,7 @@ class Plane(NamedTuple):
     strides: Strides
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The axes of KV arrays, parsed once and checked against every array.

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .chunk import ChunkFormat
-from .host import PINNED, Arrays, Place, Ring, fetch, place, places_of
+from .host import PINNED, Arrays, Place, Ring, fetch, place, places_of, send_beside
 from .ops import native
 from .ops.gather import gather_leaves
 from .ops.pinned import fetch_leaves, place_leaves
@@ -155,7 +154,7 @@ def save_overlapped(
     places = chunk_places(groups, pool, rows)
     ring = Ring(min(way.staging, count))
     chunks = []
-    for slots in to_device(table, pool):
+    for slots in send_beside(list(table), pool.leaves[0].sharding):
         # The ring's oldest buffers take the next chunk, once its own copy to the host has left them.
         staging = ring.take(places, pool.leaves[0].dtype)
         data = _gather_step(staging, slots, pool.leaves, groups=groups, implementation=implementation)
@@ -288,14 +287,6 @@ def chunk_places(groups: tuple[Group, ...], pool: Pool, rows: int) -> list[Place
     return [
         place for group in groups for place in places_of(group.transfer, [pool.leaves[i] for i in group.leaves], rows)
     ]
-
-
-def to_device(table: Any, pool: Pool) -> Sequence[jax.Array]:
-    """The rows of an int32 table as device arrays beside the pool, sent in one call."""
-    sharding = pool.leaves[0].sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.device_put(list(table), sharding)
 
 
 def _gather_groups(

@@ -12,7 +12,7 @@ import numpy as np
 from .chunk import Chunk, check_chunks, known
 from .ops import checks
 from .ops.scatter import last_wins
-from .selection import Ranges, check_positions, check_ranges, check_skip_prefix
+from .selection import Ranges, check_positions, check_ranges, check_skip_prefix, given_positions
 from .spec import CacheSpec, PagedCache
 
 GAPS = ("keep", "zero")
@@ -169,7 +169,7 @@ def plan(
         new = xp.asarray(wanted)[..., token] if num_tokens else old
         bad_position = moves & ~_can_turn(spec, old, new, xp)
         if xp is np and out_of_range == "raise":
-            _raise_for_position(spec, bad_position, token, old, new)
+            _raise_for_position(spec, bad_position, token, [np.asarray(c.positions) for c in parts], positions)
         moves = moves & ~bad_position
         moved_to = (old, new)
     final = xp.where(moves, slot, xp.asarray(-1, np.int32))
@@ -198,8 +198,7 @@ def _wanted_positions(spec: CacheSpec, positions: Any, num_tokens: int, read: bo
     if spec.rope is None:
         raise ValueError("positions: given, but the cache's spec has no rope to turn keys by; see CacheSpec(rope=...)")
     spec.turn()  # raises where such keys cannot be turned
-    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
-    return check_positions("positions", known(positions, read), spec, num_tokens)
+    return check_positions("positions", given_positions(positions, read), spec, num_tokens)
 
 
 def _stored_positions(spec: CacheSpec, k: int, chunk: Chunk, read: bool) -> Any:
@@ -219,13 +218,15 @@ def _can_turn(spec: CacheSpec, old: Any, new: Any, xp: Any) -> Any:
     return ok
 
 
-def _raise_for_position(spec: CacheSpec, bad: np.ndarray, token: np.ndarray, old: np.ndarray, new: np.ndarray) -> None:
+def _raise_for_position(spec: CacheSpec, bad: np.ndarray, token: np.ndarray, stored: Any, wanted: Any) -> None:
+    """Names the first token with a bad position, and the values as they were given: int32 may have cut them."""
     rows = np.flatnonzero(bad)
     if rows.size:
         row = rows[token[rows].argmin()]
+        old, new = np.concatenate(stored, axis=-1)[..., row], np.asarray(wanted)[..., token[row]]
         limit = min(rope.position_limit or 0 for rope in spec.ropes())
         raise ValueError(
-            f"positions: token {token[row]} is to move from position {old[..., row]} to {new[..., row]}, but positions "
+            f"positions: token {token[row]} is to move from position {old} to {new}, but positions "
             f"from 0 to {limit - 1} can be served; out_of_range='skip' leaves such tokens out"
         )
 

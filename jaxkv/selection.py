@@ -123,6 +123,18 @@ def _integers(name: str, values: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
+def given_positions(positions: Any, read: bool) -> Any:
+    """Positions as a caller gives them, as an array; a `jax.Array` stays one unless it is known and may be read."""
+    if isinstance(positions, jax.Array):
+        return known(positions, read)
+    try:
+        values = np.asarray(positions)
+    except (ValueError, TypeError) as error:
+        raise TypeError(f"positions: expected integers, got {type(positions).__name__}: {error}") from None
+    # An empty list has no integers to tell its dtype by.
+    return values.astype(np.int32) if values.size == 0 and isinstance(positions, (list, tuple)) else values
+
+
 def check_positions(name: str, values: Any, spec: CacheSpec, count: int) -> Any:
     """Positions as int32, or -1 where int32 does not hold them.
 
@@ -160,6 +172,4 @@ def _positions(spec: CacheSpec, positions: Any, num_tokens: int) -> Any:
     if positions is None:
         index = np.arange(num_tokens, dtype=np.int32)
         return index if spec.position_components is None else np.stack([index] * spec.position_components)
-    values = known(positions, read=False)
-    values = values if isinstance(values, jax.Array) else np.asarray(values)
-    return check_positions("positions", values, spec, num_tokens)
+    return check_positions("positions", given_positions(positions, read=False), spec, num_tokens)

@@ -1,6 +1,7 @@
 """CacheSpec, what a model's KV cache is, and PagedCache, the arrays of one together with it."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ from .ops.sharding import describe_pool
 from .ops.transfer import FORMATS, Transfer, Turn, leaf_kinds
 from .rope import Rope
 from .rotation import checked_window
+from .values import hashed_once
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """A model's KV cache: everything but the number of pages.
@@ -95,8 +98,7 @@ class CacheSpec:
 
     def ropes(self, layers: range | None = None) -> tuple[Rope, ...]:
         """The different ropes of some layers, by default of all, in the order of their first layer."""
-        chosen = range(self.num_layers) if layers is None else layers
-        return tuple(dict.fromkeys(rope for layer in chosen if (rope := self.rope_of_layer[layer]) is not None))
+        return _ropes(self, range(self.num_layers) if layers is None else layers)
 
     def turn(self, layers: range | None = None) -> Turn | None:
         """How a scatter turns the keys of some layers, its tables in the order of `ropes`; None where none turns.
@@ -105,24 +107,7 @@ class CacheSpec:
             TypeError: the cache holds integers, which cannot be turned.
             NotImplementedError: two of the layers turn different channels.
         """
-        ropes = self.ropes(layers)
-        if not ropes:
-            return None
-        chosen = range(self.num_layers) if layers is None else layers
-        if np.dtype(self.dtype).name not in FORMATS:
-            layer = next(layer for layer in chosen if self.rope_of_layer[layer] is not None)
-            raise TypeError(
-                f"positions: the keys of layer {layer} are {np.dtype(self.dtype)}, which cannot be turned; formats are "
-                f"{', '.join(FORMATS)}"
-            )
-        kinds = {(rope.pairing, rope.pairs, rope.pair_distance) for rope in ropes}
-        if len(kinds) > 1:
-            raise NotImplementedError(
-                f"positions: layers that turn different channels in one cache: {sorted(map(str, kinds))}"
-            )
-        first, at = ropes[0], {rope: i for i, rope in enumerate(ropes)}
-        tables = tuple(at[rope] if (rope := self.rope_of_layer[layer]) is not None else -1 for layer in chosen)
-        return Turn(first.pairing, first.pairs, first.pair_distance or 0, self.rope_offset, tables)
+        return _turn(self, range(self.num_layers) if layers is None else layers)
 
     @property
     def bytes_per_token(self) -> int:
@@ -180,6 +165,32 @@ class CacheSpec:
         if not any(map(checks.is_traced, leaves)):
             checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
         return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _ropes(spec: CacheSpec, layers: range) -> tuple[Rope, ...]:
+    return tuple(dict.fromkeys(rope for layer in layers if (rope := spec.rope_of_layer[layer]) is not None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _turn(spec: CacheSpec, layers: range) -> Turn | None:
+    ropes = _ropes(spec, layers)
+    if not ropes:
+        return None
+    if np.dtype(spec.dtype).name not in FORMATS:
+        layer = next(layer for layer in layers if spec.rope_of_layer[layer] is not None)
+        raise TypeError(
+            f"positions: the keys of layer {layer} are {np.dtype(spec.dtype)}, which cannot be turned; formats are "
+            f"{', '.join(FORMATS)}"
+        )
+    kinds = {(rope.pairing, rope.pairs, rope.pair_distance) for rope in ropes}
+    if len(kinds) > 1:
+        raise NotImplementedError(
+            f"positions: layers that turn different channels in one cache: {sorted(map(str, kinds))}"
+        )
+    first, at = ropes[0], {rope: i for i, rope in enumerate(ropes)}
+    tables = tuple(at[rope] if (rope := spec.rope_of_layer[layer]) is not None else -1 for layer in layers)
+    return Turn(first.pairing, first.pairs, first.pair_distance or 0, spec.rope_offset, tables)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Tuning:
     chunk_tokens: int = 256
     staging: int = 2
     chunks_per_call: int = 32
-    array_bytes: int = 8 << 20
+    array_bytes: int = 32 << 20
     direct_bytes: int = 2 << 20
 
     def __post_init__(self) -> None:

@@ -11,9 +11,9 @@ import pytest
 from helpers import CHUNKS, IMPLEMENTATIONS, POOLS, WAYS, Model, Scene, pinned, small
 
 import jaxkv
-from jaxkv import host
+from jaxkv import paths
 
-WRITERS = ("_scatter_in_place", "_scatter_into_copy", "fetch_leaves")  # what host.py writes pages with
+WRITERS = ("_scatter_in_place", "_scatter_into_copy", "fetch_leaves")  # what paths.py writes pages with
 
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -307,11 +307,11 @@ def test_what_fails_after_the_first_write_carries_the_cache(fails_at, donate, wa
         return step
 
     for name in WRITERS:
-        monkeypatch.setattr(host, name, counting(getattr(host, name)))
+        monkeypatch.setattr(paths, name, counting(getattr(paths, name)))
     if fails_at == "fetch":
         if way.get("path") == "direct":
             pytest.skip("that path fetches nothing beforehand")
-        monkeypatch.setattr(host, "fetch", counting(host.fetch, is_fetch=True))
+        monkeypatch.setattr(paths, "fetch", counting(paths.fetch, is_fetch=True))
     cache = scene.model.poisoned()
     with pytest.raises(RuntimeError, match="the link is down") as caught:
         jaxkv.load(cache, scene.chunks, scene.slots, donate=donate, **way)
@@ -332,7 +332,7 @@ def test_staging_is_bounded(staging, implementation, monkeypatch):
     scene = Scene(Model("A2", pages=40), 160)
     cache = scene.model.poisoned()
     alive, arrived = [], []
-    fetch = host.fetch
+    fetch = paths.fetch
 
     def counted(arrays, shardings):
         out = fetch(arrays, shardings)
@@ -340,7 +340,7 @@ def test_staging_is_bounded(staging, implementation, monkeypatch):
         alive.append(sum(ref() is not None and not ref().is_deleted() for ref in arrived))
         return out
 
-    monkeypatch.setattr(host, "fetch", counted)
+    monkeypatch.setattr(paths, "fetch", counted)
     tuning = jaxkv.Tuning(staging=staging)
     options = dict(tuning=tuning, path="overlapped", implementation=implementation)
     jaxkv.load(cache, scene.chunks, scene.slots, **options)

@@ -79,7 +79,7 @@ def possible(cell: Cell, limit: int) -> bool:
     number = get("chunk_tokens", 256)
     # A jitted load holds a scatter for each chunk, and in XLA's form one for each array of it.
     steps = -(-get("tokens", 0) // number) * get("layers", 1)
-    if get("again") in ("jit", "donated jit", "loop") and steps > 48:
+    if get("again") in ("jit", "donated jit", "loop") and steps > 16:
         return False
     if get("tokens", 0) / number > 130:  # as many chunks as CASES.md D1 asks for, and some
         return False

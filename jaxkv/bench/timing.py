@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 
 class Timing(NamedTuple):
@@ -31,25 +30,30 @@ def wall(call: Callable[[], Any], *, repeats: int = 7, warm: int = 2) -> Timing:
     return Timing(statistics.median(totals), statistics.median(enqueues))
 
 
-def device_time(step: Callable[[Any, jax.Array], Any], carry: Any, *, steps: int = 20, repeats: int = 5) -> float:
-    """Seconds of one step on the device: of a loop inside one program, less an eighth of it.
+def device_time(step: Callable[[Any, jax.Array], Any], carry: Any, *, steps: int = 24, repeats: int = 5) -> float:
+    """Seconds of one step on the device: of a long loop inside one program, less a short one.
 
     Args:
         step: from the carried value and the step's number to the next carried value; it must depend on the
             number, or XLA moves it out of the loop.
         carry: the first value; it is donated.
-        steps: of the longer loop.
+        steps: of the longer loop; the shorter has an eighth of them.
         repeats: medians are over this many.
     """
-    loop = jax.jit(
-        lambda carry, count: jax.lax.fori_loop(0, count, lambda i, value: step(value, i), carry), donate_argnums=0
-    )
-    times: dict[int, list[float]] = {max(steps // 8, 1): [], steps: []}
+
+    def loop(count: int) -> Callable[[Any], Any]:
+        # A count that is known when compiling: else the host decides after every step whether there is another.
+        body = lambda carry: jax.lax.fori_loop(0, count, lambda i, value: step(value, i), carry)  # noqa: E731
+        return jax.jit(body, donate_argnums=0)
+
+    counts = (max(steps // 8, 1), steps)
+    loops = [loop(count) for count in counts]
+    times: list[list[float]] = [[], []]
     for repeat in range(repeats + 1):
-        for count, seen in times.items():
+        for run, seen in zip(loops, times, strict=True):
             start = time.perf_counter()
-            carry = jax.block_until_ready(loop(carry, jnp.int32(count)))
+            carry = jax.block_until_ready(run(carry))
             if repeat:  # the first one compiles
                 seen.append(time.perf_counter() - start)
-    (few, short), (many, long) = ((count, statistics.median(seen)) for count, seen in times.items())
-    return (long - short) / (many - few)
+    short, long = map(statistics.median, times)
+    return (long - short) / (counts[1] - counts[0])

@@ -25,6 +25,8 @@ def fetch_layers(
     *,
     ahead: int = 2,
     parts: Iterable[Sequence[Any]] | None = None,
+    first_layer: int = 0,
+    grouped: bool = False,
 ) -> Iterator[Staged]:
     """Sends a load's chunks to the device layer by layer, a few layers ahead of the one that is asked for.
 
@@ -38,14 +40,18 @@ def fetch_layers(
             busy; more make the copies wait for computations that were queued before them.
         parts: the chunks' arrays where they come later: for each layer (or group) in order, a sequence with the
             arrays of each chunk (or a `LayerPart`), asked for when they are to be sent.
+        grouped: yield the layers that share an array as one, for a `write` of all their pages: for short requests,
+            where a step a layer takes longer than the copy.
+        first_layer: where to begin, the first layer of an array; `parts` begin with its.
 
     Returns:
-        An iterator of one `Staged` per layer.
+        An iterator of one `Staged` per layer (or group).
 
     Raises:
         TypeError: `plan` is no plan.
-        ValueError: `ahead` is negative, chunks have no data and `parts` is not given, or chunks differ in the layers
-            that share an array. From the iterator: parts that do not fit the plan, naming the layer.
+        ValueError: `ahead` is negative, chunks have no data and `parts` is not given, chunks differ in the layers
+            that share an array, or `first_layer` is not the first of one. From the iterator: parts that do not fit
+            the plan, naming the layer.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
@@ -55,17 +61,22 @@ def fetch_layers(
         for i, chunk in enumerate(plan.chunks):
             if not chunk.data:
                 raise ValueError(f"plan: chunk {i} has no data; give it with parts=")
-    return _fetch(_Source(plan, parts), ahead)
+    source = _Source(plan, parts, grouped)
+    begins = [layers.start for layers in source.groups]
+    if first_layer not in begins:
+        raise ValueError(f"first_layer: no array begins with layer {first_layer!r}; they do with {begins}")
+    return _fetch(source, begins.index(first_layer), ahead)
 
 
-def _fetch(source: "_Source", ahead: int) -> Iterator[Staged]:
-    coming = iter(source.groups)
+def _fetch(source: "_Source", first: int, ahead: int) -> Iterator[Staged]:
+    coming = iter(source.groups[first:])
     waiting = deque((layers, source.send(layers)) for layers in itertools.islice(coming, ahead + 1))
     while waiting:
         layers, arrays = waiting.popleft()
-        for layer in layers:
-            yield source.staged(layer, layers, arrays)
-            if layer == layers[0]:
+        steps = [layers] if source.grouped else [range(layer, layer + 1) for layer in layers]
+        for step in steps:
+            yield source.staged(step, layers, arrays)
+            if step is steps[0]:
                 # The caller has queued this layer and asks for the next one: its place is free.
                 waiting.extend((later, source.send(later)) for later in itertools.islice(coming, 1))
         del arrays
@@ -74,8 +85,8 @@ def _fetch(source: "_Source", ahead: int) -> Iterator[Staged]:
 class _Source:
     """Where a load's layers come from: what is the same for all of them, worked out once."""
 
-    def __init__(self, plan: Plan, parts: Iterable[Sequence[Any]] | None) -> None:
-        self._plan, self._spec = plan, plan.spec
+    def __init__(self, plan: Plan, parts: Iterable[Sequence[Any]] | None, grouped: bool) -> None:
+        self._plan, self._spec, self.grouped = plan, plan.spec, grouped
         self._parts = None if parts is None else iter(parts)
         formats = [chunk.format for chunk in plan.chunks] or [as_format(self._spec, None, 1)]
         self.groups = formats[0].groups(self._spec.num_layers)
@@ -85,6 +96,7 @@ class _Source:
                     f"chunks: chunk {i} has {format.layers_per_array} layers in an array, chunk 0 has "
                     f"{formats[0].layers_per_array}; layer by layer they must agree"
                 )
+        self._formats = formats
         self._layouts = [_of_one_layer(format.array_layout) for format in formats]
         # Neighbours of one shape are written by one scatter.
         self._runs = [
@@ -93,11 +105,11 @@ class _Source:
                 range(len(plan.chunks)), key=lambda k: (formats[k], plan.chunks[k].num_rows)
             )
         ]
+        # Small tables are sent once, not with every layer.
+        self._sharding = next((array.sharding for chunk in plan.chunks for array in chunk.data), None)
         self._slots = self._slots_of_runs()
-        self._deltas: dict[Rope, list[tuple[jax.Array, ...]]] = {}
-        slab = self._spec.pool_layout.has_axis("layer")
-        self._slab_layer = (lambda layer: layer) if slab else (lambda layer: None)
-        self._row_of_token = _on_device(plan.row_of_token)
+        self._deltas: dict[tuple[Rope, ...], list[tuple[jax.Array, ...]]] = {}
+        self._is_slab = self._spec.pool_layout.has_axis("layer")
 
     def send(self, layers: range) -> list[tuple[jax.Array, ...]]:
         """Sends the arrays of a group to the device: for each chunk its arrays."""
@@ -112,26 +124,29 @@ class _Source:
         if any(map(checks.is_traced, flat)):
             flat = list(host.fetch(flat, None))
         elif flat:
-            flat = jax.device_put(flat, [_device_sharding(array) for array in flat])
+            flat = jax.device_put(flat, [_device_sharding(array.sharding) for array in flat])
         sent = iter(flat)
         return [tuple(next(sent) for _ in of_chunk) for of_chunk in arrays]
 
-    def staged(self, layer: int, layers: range, arrays: Sequence[tuple[jax.Array, ...]]) -> Staged:
-        """One layer of a group that was sent."""
-        rope = self._spec.rope_of_layer[layer] if self._plan.positions is not None else None
-        turn = None if rope is None else self._spec.turn(range(layer, layer + 1))
+    def staged(self, layers: range, group: range, arrays: Sequence[tuple[jax.Array, ...]]) -> Staged:
+        """Some layers of a group that was sent: one of them, or all."""
+        turning = self._plan.positions is not None
+        turn = self._spec.turn(layers) if turning else None
         runs = []
         for number, members in enumerate(self._runs):
             data = [array for k in members for array in arrays[k]]
-            layout, axis = self._layouts[members[0]]
+            layout, axis = self._formats[members[0]].array_layout, None
+            if not self.grouped:
+                layout, axis = self._layouts[members[0]]
             if axis is not None:
-                data = _take_layer(data, np.int32(layer - layers.start), axis=axis)
-            deltas = () if rope is None else self._deltas_of(rope)[number]
+                data = _take_layer(data, np.int32(layers.start - group.start), axis=axis)
+            deltas = () if turn is None else self._deltas_of(self._spec.ropes(layers))[number]
             rows = self._plan.chunks[members[0]].num_rows
             runs.append(Run(tuple(data), self._slots[number], deltas, layout, rows, len(members)))
         if not runs:
             runs.append(Run((), self._slots[0], (), Layout("token head dim"), 0, 0))
-        return Staged(tuple(runs), self._row_of_token, self._spec, turn, self._slab_layer(layer))
+        first = layers.start if self._is_slab else None
+        return Staged(tuple(runs), self._plan.row_of_token, self._spec, turn, first, len(layers))
 
     def _slots_of_runs(self) -> list[Any]:
         """The slots of each run's rows; those to be zeroed follow the last ones."""
@@ -139,30 +154,71 @@ class _Source:
         parts = [[by_chunk[k] for k in members] for members in self._runs] or [[]]
         parts[-1] = [*parts[-1], self._plan.zero_slots]
         known = all(isinstance(slots, np.ndarray) for part in parts for slots in part)
-        return [_on_device((np if known else jnp).concatenate(part)) for part in parts]
+        return self._sent([(np if known else jnp).concatenate(part) for part in parts])
 
-    def _deltas_of(self, rope: Rope) -> list[tuple[jax.Array, ...]]:
+    def _deltas_of(self, ropes: tuple[Rope, ...]) -> list[tuple[jax.Array, ...]]:
         """The delta tables of each run, made once for all layers that turn alike."""
-        if rope not in self._deltas:
-            by_chunk = [p for p in self._plan.positions_by_chunk() if p is not None]
+        if ropes not in self._deltas:
+            assert self._plan.positions is not None  # else nothing turns
+            sizes = (sum(self._plan.chunks[k].num_rows for k in members) for members in self._runs)
             tables = []
-            for members in self._runs:
-                old, new = (
-                    jnp.concatenate([jnp.asarray(by_chunk[k][side]) for k in members], axis=-1) for side in (0, 1)
-                )
-                tables.append(_deltas(old, new, rope=rope))
-            self._deltas[rope] = tables
-        return self._deltas[rope]
+            for first, last in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
+                positions = self._sent([side[..., first:last] for side in self._plan.positions])
+                tables.append(_deltas(*positions, ropes=ropes))
+            self._deltas[ropes] = tables
+        return self._deltas[ropes]
+
+    def _sent(self, tables: Sequence[Any]) -> list[jax.Array]:
+        """Small tables, beside the chunks' device."""
+        if self._sharding is None or checks.is_tracing(tables):
+            return [jnp.asarray(table) for table in tables]
+        return host.send_beside(tables, _device_sharding(self._sharding))
 
     def _checked(self, given: Any, layers: range) -> list[tuple[jax.Array, ...]]:
         """The arrays of a group that came late, one tuple a chunk."""
         chunks, layer = self._plan.chunks, layers.start
         if given is None:
             raise ValueError(f"parts: none are left for layer {layer}, {self._spec.num_layers} layers are to come")
-        entries = list(given.data) if isinstance(given, LayerPart) else list(given)
+        if isinstance(given, LayerPart) and given.layers != (layers.start, layers.stop):
+            raise ValueError(f"parts: got layers {given.layers} where {(layers.start, layers.stop)} are due")
+        entries = given.data if isinstance(given, LayerPart) else given
+        if not isinstance(entries, (list, tuple)):
+            raise TypeError(
+                f"parts: layer {layer}: expected a list with the parts of {len(chunks)} chunks, got "
+                f"{type(entries).__name__}"
+            )
         if len(entries) != len(chunks):
             raise ValueError(f"parts: layer {layer} has parts of {len(entries)} chunks, the plan has {len(chunks)}")
-        return [(entry,) if isinstance(entry, jax.Array) else tuple(entry) for entry in entries]
+        shapes: dict[Any, Any] = {}  # the chunks of one store differ in data alone
+        arrays = []
+        for k, entry in enumerate(entries):
+            kind = (self._formats[k], chunks[k].num_rows)
+            if kind not in shapes:
+                shapes[kind] = self._spec.transfer(kind[0].array_layout, layers).chunk_shapes(kind[1])
+            arrays.append((entry,) if isinstance(entry, jax.Array) else entry)
+            _check_part(f"parts: layer {layer}, chunk {k}", arrays[-1], shapes[kind], self._spec.dtype)
+        return arrays
+
+
+def _check_part(where: str, arrays: Any, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> None:
+    """Checks what came as one layer of one chunk."""
+    if not isinstance(arrays, (list, tuple)) or not all(isinstance(array, jax.Array) for array in arrays):
+        kind = [type(array).__name__ for array in arrays] if isinstance(arrays, (list, tuple)) else type(arrays)
+        raise TypeError(f"{where}: expected {len(shapes)} jax.Array, got {kind}")
+    found = [array.shape for array in arrays]
+    if found != list(shapes):
+        raise ValueError(
+            f"{where}: got {len(found)} array(s) of shapes {found}, expected {len(shapes)}: {list(shapes)}"
+        )
+    for array in arrays:
+        if array.dtype != dtype:
+            raise TypeError(f"{where}: got dtype {array.dtype}, the cache has {dtype}")
+        if checks.is_traced(array):
+            continue
+        if array.is_deleted():
+            raise ValueError(f"{where}: this array was deleted or donated to an earlier call")
+        if array.sharding.memory_kind == "unpinned_host":
+            raise ValueError(f"{where}: memory kind 'unpinned_host', expected 'pinned_host' (or 'device')")
 
 
 @functools.lru_cache(maxsize=64)
@@ -177,7 +233,8 @@ def _of_one_layer(layout: Layout) -> tuple[Layout, int | None]:
         )
     axis = units.index(("layer",))
     words = ["1" if not unit else unit[0] if len(unit) == 1 else f"({' '.join(unit)})" for unit in units]
-    return Layout(" ".join(words[:axis] + words[axis + 1 :])), axis
+    levels = [level for level in layout.levels if level != "layer"]
+    return Layout(" ".join([*levels, "|"] * bool(levels) + words[:axis] + words[axis + 1 :])), axis
 
 
 @functools.partial(jax.jit, static_argnames="axis")
@@ -185,16 +242,12 @@ def _take_layer(arrays: Sequence[jax.Array], layer: Any, *, axis: int) -> list[j
     return [jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False) for array in arrays]
 
 
-@functools.partial(jax.jit, static_argnames="rope")
-def _deltas(old: jax.Array, new: jax.Array, *, rope: Rope) -> tuple[jax.Array, ...]:
-    return stacked_deltas((rope,), old, new)
+@functools.partial(jax.jit, static_argnames="ropes")
+def _deltas(old: jax.Array, new: jax.Array, *, ropes: tuple[Rope, ...]) -> tuple[jax.Array, ...]:
+    return stacked_deltas(ropes, old, new)
 
 
-def _on_device(values: Any) -> Any:
-    """Small tables are sent once, not with every layer."""
-    return values if isinstance(values, jax.Array) else jnp.asarray(values)
-
-
-def _device_sharding(array: jax.Array) -> Any:
-    kind = next(iter(array.devices())).default_memory().kind
-    return array.sharding.with_memory_kind(kind)
+@functools.lru_cache(maxsize=256)
+def _device_sharding(sharding: Any) -> Any:
+    """The same in the devices' own memory."""
+    return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)

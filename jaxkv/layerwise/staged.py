@@ -11,6 +11,7 @@ from ..ops import checks, windows
 from ..ops.scatter import scatter_leaves
 from ..ops.transfer import Transfer, Turn
 from ..spec import CacheSpec
+from .pages import pages_of, transfer_of
 
 _BY_TOKEN = Layout("kv token head dim"), Layout("token head dim")
 
@@ -40,14 +41,17 @@ class Run:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """One layer of a load, on the device: a value for the caller's own `jit`, which compiles once for all layers.
+    """One layer of a load, or a group of them, on the device: a value for the caller's own `jit`.
+
+    All layers are of one type, so that what is jitted compiles once for all of them.
 
     Attributes:
         runs: the rows, in the order in which they are written.
         row_of_token: int32 `[tokens]`, the row (over all runs) that holds each token, -1 for none.
         spec: of the cache.
         turn: how keys turn on their way in, None where they do not.
-        layer: the layer, where the cache holds all layers in one array; else None, for all layers are alike.
+        layer: the (first) layer, where the cache holds all layers in one array; else None, for all layers are alike.
+        num_layers: layers in it: 1, or those of a group that shares an array.
     """
 
     runs: tuple[Run, ...]
@@ -55,6 +59,7 @@ class Staged:
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
     turn: Turn | None = dataclasses.field(metadata={"static": True})
     layer: int | None = dataclasses.field(metadata={"static": True})
+    num_layers: int = dataclasses.field(default=1, metadata={"static": True})
 
     def kv(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """The layer's K and V as they are to be written, keys turned.
@@ -62,7 +67,12 @@ class Staged:
         Returns:
             k `[tokens, heads, dim]`, v of the same shape (None where the cache has one plane), and valid, bool
             `[tokens]`: which tokens this load brings; the others are zero.
+
+        Raises:
+            ValueError: it is a group of several layers.
         """
+        if self.num_layers != 1:
+            raise ValueError(f"kv: {self.num_layers} layers were staged as one; fetch them with grouped=False")
         parts = []
         for run in self.runs:
             transfer, leaves = self._transfer(run), len(run.data) // max(run.num_chunks, 1)
@@ -117,15 +127,12 @@ class Staged:
         data = data if sizes.planes == 2 else data[0]
         run = Run((data,), jnp.concatenate([of_token, *zeroed]), (), _BY_TOKEN[2 - sizes.planes], tokens, 1)
         return dataclasses.replace(
-            self, runs=(run,), row_of_token=jnp.where(rows >= 0, jnp.arange(tokens), -1), turn=None
+            self, runs=(run,), row_of_token=jnp.where(rows >= 0, jnp.arange(tokens, dtype=jnp.int32), -1), turn=None
         )
 
     def _transfer(self, run: Run) -> Transfer:
-        """Between the page (or slab) that `write` gets and one layer of a chunk."""
-        pool = self.spec.pool_layout
-        if self.layer is not None:
-            return Transfer(pool, run.layout, self.spec.sizes, (self.layer, self.layer + 1))
-        return Transfer(pool, run.layout, self.spec.sizes._replace(layers=1), (0, 1))
+        """Between the pages that `write` gets and these layers of a chunk."""
+        return transfer_of(self.spec, run.layout, self.layer, self.num_layers)
 
 
 def write(page: Any, staged: Staged, *, implementation: str | None = None) -> Any:
@@ -136,7 +143,7 @@ def write(page: Any, staged: Staged, *, implementation: str | None = None) -> An
 
     Args:
         page: the pages of this layer: one array, or the (K, V) arrays of a layout that has them apart; the array
-            of all layers where the layout has a `layer` axis.
+            of all layers where the layout has a `layer` axis. For a group of layers, a tuple of their pages.
         staged: of `fetch_layers`.
         implementation: None for the best there is, "xla" or "ffi".
 
@@ -149,15 +156,8 @@ def write(page: Any, staged: Staged, *, implementation: str | None = None) -> An
     """
     if not isinstance(staged, Staged):
         raise TypeError(f"staged: expected what fetch_layers yields, got {type(staged).__name__}")
-    spec = staged.spec
-    leaves, structure = jax.tree.flatten(page)
-    expected = spec.pool_layout.num_leaves(1)
-    if len(leaves) != expected:
-        raise ValueError(f"page: got {len(leaves)} arrays for one layer, layout {str(spec.layout)!r} has {expected}")
-    for leaf in leaves:
-        if not isinstance(leaf, jax.Array):
-            raise TypeError(f"page: expected a jax.Array, got {type(leaf).__name__}")
-    checks.check_same_dtype(leaves, spec.dtype, "page")
+    pages = pages_of(page, staged.spec, staged.num_layers, "page")
+    leaves = pages.leaves
     scatter = scatter_leaves if checks.is_tracing(leaves) else _scatter_jit
     for run in staged.runs:
         if run.slots.shape[0] == 0:
@@ -173,7 +173,7 @@ def write(page: Any, staged: Staged, *, implementation: str | None = None) -> An
             turn=staged.turn if run.num_chunks else None,
             deltas=run.deltas if run.num_chunks else (),
         )
-    return jax.tree.unflatten(structure, leaves)
+    return pages.rebuilt(leaves)
 
 
 _scatter_jit = jax.jit(scatter_leaves, static_argnames=("transfer", "num_chunks", "rows", "implementation", "turn"))

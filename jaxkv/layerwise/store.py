@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,14 +11,14 @@ import numpy as np
 
 from .. import host
 from ..chunk import Chunk, ChunkFormat, Fingerprint, as_format
-from ..layout import Layout
 from ..ops import checks, primitive
 from ..ops.gather import gather_leaves
 from ..ops.sharding import describe_pool
 from ..ops.transfer import Transfer
-from ..selection import Selection, select
+from ..selection import Selection, check_ranges, select
 from ..spec import CacheSpec, PagedCache
 from ..tuning import Tuning
+from .pages import pages_of, transfer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +27,25 @@ class StorePlan:
 
     Attributes:
         chosen: the slots and positions, in rows of chunks.
-        slots: the slots of all rows, int32 `[chunks * rows]`; beside the pages, once a layer was stored.
+        slots: the slots of all rows, int32 `[chunks * rows]`.
         spec: of the cache.
         num_slots: the smallest pool that has all of the slots.
+        out_of_range: what was asked for slots past the pool, "raise" or "skip".
     """
 
     chosen: Selection
     slots: Any
     spec: CacheSpec
     num_slots: int
+    out_of_range: str
+    _sent: dict[Any, jax.Array] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def slots_beside(self, page: jax.Array) -> jax.Array:
+        """The slots on the devices of some pages: sent there once, for all layers."""
+        sharding = page.sharding
+        if sharding not in self._sent:
+            self._sent[sharding] = host.send_beside([self.slots], sharding)[0]
+        return self._sent[sharding]
 
 
 def store_plan(
@@ -80,8 +89,11 @@ def store_plan(
     num_slots = cache.num_slots if isinstance(cache, PagedCache) else checks.INT32_MAX
     rows = chunk_tokens
     if rows is None:
-        count = len(slots) if isinstance(slots, (list, tuple)) else int(np.shape(slots)[0]) if np.ndim(slots) else 0
-        longest = max((end - start for start, end in zip(starts or (), ends or (), strict=False)), default=0)
+        checks.check_out_of_range(out_of_range)
+        slots = checks.slots_int32(slots, read=out_of_range == "raise")
+        longest, count = 0, slots.shape[0]
+        if starts is not None and ends is not None:
+            longest = int(check_ranges(starts, ends, count).sizes.max(initial=0))
         rows = longest or layer_rows(spec, layers, count, tuning or Tuning())
     if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
         raise ValueError(f"chunk_tokens: expected an int of at least 1, got {chunk_tokens!r}")
@@ -99,7 +111,7 @@ def store_plan(
     flat, least = chosen.slots.reshape(-1), 0
     if isinstance(flat, np.ndarray) and flat.size and out_of_range == "raise":
         least = int(flat.max()) + 1
-    return StorePlan(chosen, flat, spec, least)
+    return StorePlan(chosen, flat, spec, least, out_of_range)
 
 
 def layer_rows(spec: CacheSpec, layers: int, num_tokens: int, tuning: Tuning) -> int:
@@ -175,26 +187,30 @@ def store_layer(
         RuntimeError: `implementation="ffi"` where no handlers were built.
     """
     layers = range(layer, layer + 1) if isinstance(layer, (int, np.integer)) else layer
+    if not (isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop):
+        raise ValueError(f"layer: {layer!r} is no layer, nor a range of them")
     if not isinstance(slots, StorePlan):
         if spec is None:
             raise TypeError("spec: missing; give the cache's spec, or a StorePlan for slots")
-        slots = store_plan(spec, slots, layers=max(len(layers), 1), tuning=tuning, **options)
+        slots = store_plan(spec, slots, layers=len(layers), tuning=tuning, **options)
     elif options:
         raise TypeError(f"slots: a StorePlan has its options already, got {sorted(options)}")
     plan: StorePlan = slots
-    spec = plan.spec
-    primitive.check_implementation(implementation)
-    if not (isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop <= spec.num_layers):
-        raise ValueError(f"layer: {layer!r} is no layer, nor a range of them, of a cache of {spec.num_layers}")
-    leaves, pool_transfer = _layer_leaves(pages, spec, layers)
-    fmt = _layer_format(spec, format, layers, grouped=layers is layer)
-    transfer = dataclasses.replace(pool_transfer, chunk=fmt.array_layout)
+    spec, chosen = plan.spec, plan.chosen
+    if implementation is not None:
+        primitive.check_implementation(implementation)
+    if layers.stop > spec.num_layers:
+        raise ValueError(f"layer: {layer!r} is not in a cache of {spec.num_layers} layers")
+    transfer, fingerprint = _prepared(spec, format, layers, layers is layer)
+    leaves = pages_of(pages, spec, len(layers), "pages").leaves
     num_pages, described = describe_pool(transfer.pool, transfer.sizes, tuple(leaf.shape for leaf in leaves))
-    head_axes = [leaf.head_axis for leaf in described]
-    if plan.num_slots > num_pages * spec.page_size:
-        checks.check_slots_in_pool(np.asarray(plan.slots), num_pages * spec.page_size)
-    chosen, count = plan.chosen, len(plan.chosen.slots)
-    fingerprint = Fingerprint.of(spec, fmt)
+    num_slots = num_pages * spec.page_size
+    if plan.num_slots > num_slots:
+        checks.check_slots_in_pool(np.asarray(plan.slots), num_slots)
+    if plan.out_of_range == "skip":
+        # The plan may have been made without the pages: a row past them is zero bytes, and not real.
+        chosen = chosen._replace(valid=chosen.valid & (chosen.slots < num_slots))
+    count = len(chosen.slots)
     meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)
     if count == 0:
         return LayerPart((), *meta)
@@ -203,12 +219,13 @@ def store_layer(
     if checks.is_tracing((*leaves, plan.slots)):
         data: Sequence[jax.Array] = host.place(_gather_chunks(plan.slots, leaves, **statics))
     else:
-        checks.check_placement(leaves, head_axes, "pages")
+        checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
+        on_device = plan.slots_beside(leaves[0])
         if ring is None:
-            gathered = _gather_chunks_jit(plan.slots, leaves, **statics)
+            gathered = _gather_chunks_jit(on_device, leaves, **statics)
         else:
             places = host.places_of(transfer, leaves, chosen.rows) * count
-            gathered = _gather_chunks_into(ring.take(places, spec.dtype), plan.slots, leaves, **statics)
+            gathered = _gather_chunks_into(ring.take(places, spec.dtype), on_device, leaves, **statics)
             ring.give(gathered)
         data = host.place(gathered)
     held = len(data) // count
@@ -226,7 +243,7 @@ def join_layers(parts: Iterable[LayerPart]) -> tuple[Chunk, ...]:
 
     Raises:
         TypeError: an entry is no `LayerPart`.
-        ValueError: layers are missing, out of order or grouped unevenly, or the parts differ in their chunks.
+        ValueError: layers are missing, out of order or grouped unevenly, or the parts are not of the same tokens.
     """
     sent = list(parts)
     for i, part in enumerate(sent):
@@ -247,6 +264,12 @@ def join_layers(parts: Iterable[LayerPart]) -> tuple[Chunk, ...]:
         same = dataclasses.replace(part.fingerprint, format=first.format) == first
         if not same or part.fingerprint.format.layout != first.format.layout or len(part.data) != len(sent[0].data):
             raise ValueError(f"parts: part {i} is of other chunks than part 0")
+        for name in ("num_tokens", "positions", "valid"):
+            mine, its = getattr(part, name), getattr(sent[0], name)
+            # Those of one plan are one array; what is on the device is not read.
+            known = isinstance(mine, np.ndarray) and isinstance(its, np.ndarray)
+            if mine is not its and known and not np.array_equal(mine, its):
+                raise ValueError(f"parts: part {i} is of other tokens than part 0: their {name} differ")
     return tuple(
         Chunk(
             tuple(array for part in sent for array in part.data[c]),
@@ -259,42 +282,19 @@ def join_layers(parts: Iterable[LayerPart]) -> tuple[Chunk, ...]:
     )
 
 
-def _layer_format(spec: CacheSpec, format: Any, layers: range, *, grouped: bool) -> ChunkFormat:
-    """The format of a layer's part: with a leading `layer` axis where a range of layers was asked for."""
+@functools.lru_cache(maxsize=1024)
+def _prepared(spec: CacheSpec, format: Any, layers: range, grouped: bool) -> tuple[Transfer, Fingerprint]:
+    """What is the same for a layer in every request: its transfer, and the fingerprint of its chunks.
+
+    The format gets a leading `layer` axis where a range of layers was asked for (`grouped`).
+    """
     if format is None:
         format = as_format(spec, None, 1)
     layout = format.array_layout if isinstance(format, ChunkFormat) else ChunkFormat(format).array_layout
     if grouped and not layout.has_axis("layer"):
         layout = ChunkFormat(layout, 2).array_layout
-    return ChunkFormat(layout, len(layers))
-
-
-def _layer_leaves(pages: Any, spec: CacheSpec, layers: range) -> tuple[list[jax.Array], Transfer]:
-    """The pool leaves of some layers in the layout's order, and a transfer over them (its chunk layout to be set)."""
-    pool = spec.pool_layout
-    anything = Layout("token head dim" if spec.planes == 1 else "kv token head dim")
-    if pool.has_axis("layer"):
-        leaves, _ = checks.arrays_of(pages, pool, spec.num_layers, "pages")
-        transfer = Transfer(pool, anything, spec.sizes, (layers.start, layers.stop))
-    else:
-        of_layer = [jax.tree.leaves(page) for page in pages] if len(layers) > 1 else [jax.tree.leaves(pages)]
-        expected = pool.num_leaves(1)
-        if len(of_layer) != len(layers) or any(len(found) != expected for found in of_layer):
-            raise ValueError(
-                f"pages: got {[len(found) for found in of_layer]} arrays, expected {expected} for each of the layers "
-                f"{layers.start} to {layers.stop - 1} (layout {str(pool)!r})"
-            )
-        kv_first = pool.levels[0] == "kv"
-        order = zip(*of_layer, strict=True) if kv_first else of_layer
-        leaves = list(itertools.chain.from_iterable(order))
-        for leaf in leaves:
-            if not isinstance(leaf, jax.Array):
-                raise TypeError(f"pages: expected a jax.Array, got {type(leaf).__name__}")
-            if not checks.is_traced(leaf) and leaf.is_deleted():
-                raise ValueError("pages: this array was deleted or donated to an earlier call")
-        transfer = Transfer(pool, anything, spec.sizes._replace(layers=len(layers)), (0, len(layers)))
-    checks.check_same_dtype(leaves, spec.dtype, "pages")
-    return leaves, transfer
+    first = layers.start if spec.pool_layout.has_axis("layer") else None
+    return transfer_of(spec, layout, first, len(layers)), Fingerprint.of(spec, ChunkFormat(layout, len(layers)))
 
 
 def _gather_chunks(slots: Any, leaves: Sequence[jax.Array], **statics: Any) -> list[jax.Array]:

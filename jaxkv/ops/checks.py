@@ -1,5 +1,6 @@
 """What is checked before an op is launched: pools, rows and slots, each error naming the argument."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -88,24 +89,31 @@ def check_placement(arrays: Sequence[jax.Array], head_axes: Sequence[int | None]
         ValueError: an array is in host memory, or on other devices than the first.
         NotImplementedError: an array is sharded over another axis than heads.
     """
+    first = arrays[0].sharding
     for i, (array, head_axis) in enumerate(zip(arrays, head_axes, strict=True)):
-        if i and array.sharding == arrays[0].sharding and array.shape == arrays[0].shape:
-            continue  # as array 0, which is fine
-        kind, default = array.sharding.memory_kind, next(iter(array.devices())).default_memory().kind
+        sharding = array.sharding
+        kind, default, axis = _placement(sharding, array.shape, head_axis)
         if kind not in (None, default):
             raise ValueError(f"{name}: array {i} is in memory kind {kind!r}, expected {default!r}")
-        if array.devices() != arrays[0].devices():
+        if sharding != first and sharding.device_set != first.device_set:
             raise ValueError(
-                f"{name}: array {i} is on {sorted(map(str, array.devices()))}, array 0 on "
-                f"{sorted(map(str, arrays[0].devices()))}; all layers of one cache must be on the same devices"
+                f"{name}: array {i} is on {sorted(map(str, sharding.device_set))}, array 0 on "
+                f"{sorted(map(str, first.device_set))}; all layers of one cache must be on the same devices"
             )
-        local = array.sharding.shard_shape(array.shape)
-        for axis, (size, whole) in enumerate(zip(local, array.shape, strict=True)):
-            if size != whole and axis != head_axis:
-                raise NotImplementedError(
-                    f"{name}: array {i} of shape {array.shape} is sharded over axis {axis} ({array.sharding}); only "
-                    f"the axis that the heads lead ({head_axis}) may be"
-                )
+        if axis is not None:
+            raise NotImplementedError(
+                f"{name}: array {i} of shape {array.shape} is sharded over axis {axis} ({sharding}); only the axis "
+                f"that the heads lead ({head_axis}) may be"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _placement(sharding: Any, shape: tuple[int, ...], head_axis: int | None) -> tuple[str | None, str, int | None]:
+    """Memory kind, the kind it should be, and the first axis other than heads that is split."""
+    default = next(iter(sharding.device_set)).default_memory().kind
+    local = sharding.shard_shape(shape)
+    split = (i for i, (size, whole) in enumerate(zip(local, shape, strict=True)) if size != whole and i != head_axis)
+    return sharding.memory_kind, default, next(split, None)
 
 
 def check_same_dtype(arrays: Sequence[jax.Array], dtype: DTypeLike, name: str) -> None:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ..layout import Layout, Plane, Sizes
 from ..rotation import Pairing
+from ..values import hashed_once
 
 
 class Side(NamedTuple):
@@ -79,6 +80,7 @@ class Turn(NamedTuple):
         return [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
 
 
+@hashed_once
 @dataclasses.dataclass(frozen=True)
 class Transfer:
     """Between which layouts KV moves.

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import compilations
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkv.layout import Sizes
 
-from ..helpers import compilations
 from .moves import Move, assert_same, device, distinct_slots
 
 SIZES = Sizes(layers=2, heads=4, dim=8, page_size=4)

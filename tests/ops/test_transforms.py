@@ -7,10 +7,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import compilations
 
 from jaxkv.layout import Sizes
 
-from ..helpers import compilations
 from .moves import Move, assert_same, device, distinct_slots, host, implementations, shapes_of
 
 SIZES = Sizes(layers=2, heads=2, dim=8, page_size=4)

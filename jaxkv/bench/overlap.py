@@ -1,0 +1,159 @@
+"""Layer by layer: alone, and beside a forward pass.
+
+The forward pass is 32 matrix products of 4096 x 8192 by 8192 x 8192 in bfloat16, each followed by tanh, as the peers
+were timed beside it. Its slow-down is told twice: to its own last product, and to the last byte of KV.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import chunk, host, layerwise
+from ..plans import plan as make_plan
+from ..rope import Rope
+from ..spec import CacheSpec
+from .shapes import Shape
+
+
+class Overlap(NamedTuple):
+    """Seconds of a run: to its last product, to its last byte, and until it was queued."""
+
+    compute: float
+    total: float
+    enqueue: float
+
+
+class Forward:
+    """The forward pass, layer after layer.
+
+    Args:
+        layers: how many.
+        width: columns of the activations; 8192 for the headline figures.
+        rows: rows of the activations.
+    """
+
+    def __init__(self, layers: int, width: int = 8192, rows: int = 4096) -> None:
+        keys = jax.random.split(jax.random.key(0), 3)
+        self._weights = [jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys[:2]]
+        self._input = jax.random.normal(keys[2], (rows, width), jnp.bfloat16)
+        self._layer = jax.jit(lambda hidden, weights: jnp.tanh(hidden @ weights))
+        self.layers = layers
+
+    def start(self) -> jax.Array:
+        """The input."""
+        return self._input
+
+    def layer(self, hidden: jax.Array, i: int) -> jax.Array:
+        """The output of layer i."""
+        return self._layer(hidden, self._weights[i % 2])
+
+    def run(self) -> tuple[jax.Array, Any]:
+        """All layers, and nothing beside them."""
+        hidden = self.start()
+        for i in range(self.layers):
+            hidden = self.layer(hidden, i)
+        return hidden, None
+
+
+def measure(run: Callable[[], tuple[Any, Any]], *, repeats: int = 9, warm: int = 2) -> Overlap:
+    """Medians of a run that returns the last activations and whatever else it started."""
+    for _ in range(warm):
+        jax.block_until_ready(run())
+    seen = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        hidden, rest = run()
+        queued = time.perf_counter() - start
+        jax.block_until_ready(hidden)
+        computed = time.perf_counter() - start
+        jax.block_until_ready(rest)
+        seen.append((computed, time.perf_counter() - start, queued))
+        del hidden, rest
+    return Overlap(*(statistics.median(column) for column in zip(*seen, strict=True)))
+
+
+class LayerByLayer:
+    """A cache, its pages layer by layer, and the stores and loads that are measured on it.
+
+    Args:
+        shape: of the cache, one array a layer.
+        tokens: to move.
+        group: layers that share an array.
+        chunk_tokens: rows of each chunk; by default jaxkv's own choice.
+    """
+
+    def __init__(self, shape: Shape, tokens: int, *, group: int = 1, chunk_tokens: int | None = None) -> None:
+        inv_freq = (10000.0 ** -(np.arange(0, shape.spec.head_dim, 2) / shape.spec.head_dim)).astype(np.float32)
+        rope = Rope.from_inv_freq(inv_freq, pairing="half")
+        self.spec = _with_rope(shape.spec, rope)
+        self.pages = list(self.spec.empty(shape.num_pages).pages)
+        self._slots, self._group = shape.slots(tokens, seed=0), group
+        self._plan = layerwise.store_plan(self.spec, self._slots, layers=group, chunk_tokens=chunk_tokens)
+        self._write = jax.jit(layerwise.write, donate_argnums=0)
+        self.chunks = jax.block_until_ready(self._stored())
+        self._positions = np.arange(tokens) + 77
+
+    def _stored(self) -> tuple[chunk.Chunk, ...]:
+        return layerwise.join_layers(self._store(first) for first in range(0, self.spec.num_layers, self._group))
+
+    def _store(self, first: int, ring: host.Ring | None = None) -> layerwise.LayerPart:
+        if self._group == 1:
+            return layerwise.store_layer(self.pages[first], self._plan, layer=first, ring=ring)
+        layers = range(first, min(first + self._group, self.spec.num_layers))
+        pages = tuple(self.pages[layer] for layer in layers)
+        return layerwise.store_layer(pages, self._plan, layer=layers, ring=ring)
+
+    def store(self, forward: Forward | None = None, ring_size: int | None = None) -> tuple[Any, Any]:
+        """Every layer stored, each after its own computation where there is one."""
+        sent: list[layerwise.LayerPart] = []
+        hidden: Any = forward.start() if forward else None
+        ring = None if ring_size is None else host.Ring(ring_size)
+        for i in range(self.spec.num_layers):
+            if forward is not None:
+                hidden = forward.layer(hidden, i)
+            if (i + 1) % self._group == 0 or i + 1 == self.spec.num_layers:
+                sent.append(self._store(i - i % self._group, ring))
+        return hidden, sent
+
+    def load(
+        self, forward: Forward | None = None, *, turn: bool = False, ahead: int = 2, waits: bool = True
+    ) -> tuple[Any, Any]:
+        """Every layer loaded, each before its own computation where there is one.
+
+        Args:
+            forward: the computation beside it.
+            turn: whether keys move to other positions.
+            ahead: of `fetch_layers`.
+            waits: whether a layer's write comes before its own computation, which then waits for it, or after.
+        """
+        plan = make_plan(self.spec, self.chunks, self._slots, positions=self._positions if turn else None)
+        hidden: Any = forward.start() if forward else None
+        first = 0
+        for staged in layerwise.fetch_layers(plan, ahead=ahead, grouped=self._group > 1):
+            layers = range(first, first + staged.num_layers)
+            first = layers.stop
+            if waits:
+                self._write_group(layers, staged)
+            if forward is not None:
+                for layer in layers:
+                    hidden = forward.layer(hidden, layer)
+            if not waits:
+                self._write_group(layers, staged)
+        return hidden, list(self.pages)
+
+    def _write_group(self, layers: range, staged: layerwise.Staged) -> None:
+        if len(layers) == 1:
+            self.pages[layers.start] = self._write(self.pages[layers.start], staged)
+        else:
+            self.pages[layers.start : layers.stop] = self._write(tuple(self.pages[layers.start : layers.stop]), staged)
+
+
+def _with_rope(spec: CacheSpec, rope: Rope) -> CacheSpec:
+    return CacheSpec(
+        spec.layout, spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.page_size, spec.dtype, rope=rope
+    )

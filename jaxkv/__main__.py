@@ -1,4 +1,4 @@
-"""The command line: `jaxkv demo`, `jaxkv info`; also `python -m jaxkv`."""
+"""The command line: `jaxkv demo`, `jaxkv info`, `jaxkv bench`; also `python -m jaxkv`."""
 
 import argparse
 import sys
@@ -21,12 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = commands.add_parser("info", help="versions, devices, and which implementations there are")
     info.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 
+    bench = commands.add_parser("bench", help="ceilings, kernels and transfers, measured in one run")
+    bench.add_argument("--quick", action="store_true", help="small shapes, in seconds, to see that it works")
+    bench.add_argument("--json", metavar="FILE", help="write the figures to a file")
+    bench.add_argument("--peer", choices=["lmcache"], help="measure an installed peer in the same run")
+
     args = parser.parse_args(argv)
-    # Imported here: `jaxkv --help` should not wait for JAX.
+    # Imported here: what one command needs should not keep another from running.
     if args.command == "demo":
         from .demo import run
 
         return run(args.text, as_json=args.json)
+    if args.command == "bench":
+        from .bench.run import main as run_bench
+
+        return run_bench(quick=args.quick, json_file=args.json, peer=args.peer)
     from .info import run as run_info
 
     return run_info(as_json=args.json)

@@ -213,7 +213,13 @@ def raw(array: Any) -> np.ndarray:
 
 def snapshot(tree: Any) -> Any:
     """NumPy copies of arrays that leave no view of them behind (a view would keep them from being donated)."""
-    return jax.tree.map(lambda x: np.array(jnp.copy(x)), tree)
+    return jax.tree.map(_read, tree)
+
+
+def _read(x: Any) -> np.ndarray:
+    if not isinstance(x, jax.Array) or x.sharding.memory_kind == "pinned_host":  # nothing computes on host memory
+        return np.array(x)
+    return np.array(jnp.copy(x))
 
 
 def assert_same(got: Any, want: Any, what: str = "") -> None:
@@ -221,7 +227,7 @@ def assert_same(got: Any, want: Any, what: str = "") -> None:
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
     assert len(got) == len(want), (what, len(got), len(want))
     for i, (x, y) in enumerate(zip(got, want, strict=True)):
-        x, y = np.asarray(jnp.copy(x) if isinstance(x, jax.Array) else x), np.asarray(y)
+        x, y = _read(x), np.asarray(y)
         assert (x.dtype, x.size) == (y.dtype, y.size), (what, i, x.dtype, y.dtype, x.shape, y.shape)
         different = np.flatnonzero(raw(x).reshape(-1) != raw(y).reshape(-1))
         assert not different.size, f"{what}: leaf {i} {x.shape} differs at {different[:8]} ({different.size} elements)"

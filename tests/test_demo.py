@@ -65,7 +65,7 @@ def test_what_is_corrected_is_nearer_to_a_recompute(result):
 
 def test_the_table_is_short_and_says_the_same(shown, result):
     table = shown[1][:-1]
-    assert len(table) <= 10
+    assert len(table) <= 12
     assert sum("bit-equal to" in line for line in table) == 2
     assert any(f"{result['tokens']} tokens" in line for line in table)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import chunk, host, layerwise
+from ..plans import Plan
 from ..plans import plan as make_plan
 from ..rope import Rope
 from ..spec import CacheSpec
@@ -108,6 +109,10 @@ class LayerByLayer:
         pages = tuple(self.pages[layer] for layer in layers)
         return layerwise.store_layer(pages, self._plan, layer=layers, ring=ring)
 
+    def plan(self, *, turn: bool = False) -> Plan:
+        """The plan of a load; `turn` where keys move to other positions."""
+        return make_plan(self.spec, self.chunks, self._slots, positions=self._positions if turn else None)
+
     def store(self, forward: Forward | None = None, ring_size: int | None = None) -> tuple[Any, Any]:
         """Every layer stored, each after its own computation where there is one."""
         sent: list[layerwise.LayerPart] = []
@@ -121,17 +126,18 @@ class LayerByLayer:
         return hidden, sent
 
     def load(
-        self, forward: Forward | None = None, *, turn: bool = False, ahead: int = 2, waits: bool = True
+        self, forward: Forward | None = None, *, plan: Plan | None = None, ahead: int = 2, waits: bool = True
     ) -> tuple[Any, Any]:
         """Every layer loaded, each before its own computation where there is one.
 
         Args:
             forward: the computation beside it.
-            turn: whether keys move to other positions.
+            plan: of `plan`, made beforehand, as an engine makes it while the step before computes; by default made
+                here.
             ahead: of `fetch_layers`.
             waits: whether a layer's write comes before its own computation, which then waits for it, or after.
         """
-        plan = make_plan(self.spec, self.chunks, self._slots, positions=self._positions if turn else None)
+        plan = self.plan() if plan is None else plan
         hidden: Any = forward.start() if forward else None
         first = 0
         for staged in layerwise.fetch_layers(plan, ahead=ahead, grouped=self._group > 1):

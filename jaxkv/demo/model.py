@@ -58,7 +58,8 @@ class Model:
             rope=Rope.from_inv_freq(config.inv_freq(), pairing="half"),
             model="demo",
         )
-        return cls(config, llama.init(config), spec, tokens)
+        # Weights and pages stay where they are put. Where only some arguments do, JAX compiles a program once more.
+        return cls(config, jax.device_put(llama.init(config), jax.devices()[0]), spec, tokens)
 
     def prefill(self, pages: Any, slots: np.ndarray) -> tuple[jax.Array, Any]:
         """Logits after the last token of the text, and the pages with its KV."""
@@ -131,7 +132,7 @@ class Model:
 
     def empty(self, num_pages: int) -> PagedCache:
         """A cache of poison: a row that nobody wrote shows."""
-        return jax.tree.map(poisoned, self.spec.empty(num_pages))
+        return jax.tree.map(poisoned, self.spec.empty(num_pages, sharding=jax.devices()[0]))
 
 
 def padded(values: np.ndarray, fill: int) -> np.ndarray:

@@ -9,10 +9,10 @@ from .. import ops
 from ..blend import merge_rows, select_tokens
 from ..bulk import load, store
 from ..chunk import Chunk
-from ..layerwise import fetch_layers
+from ..layerwise import Staged, fetch_layers
 from ..plans import Plan, plan
 from ..spec import PagedCache
-from .model import Model, padded, page_sets
+from .model import STEPS, Model, padded, page_sets
 
 QUESTION = 64
 RATIO = 0.15
@@ -32,8 +32,8 @@ def reuse(model: Model) -> dict[str, Any]:
     first, second, question = np.split(model.tokens, [passage, 2 * passage])
     prompt = np.concatenate([second, first, question])
     known, count = 2 * passage, len(prompt)
-    num_pages, sets = page_sets(count, 1)
-    (slots,) = sets
+    num_pages, sets = page_sets(len(model.tokens) + STEPS, 2)  # a pool of the other parts' size, for their programs
+    slots = next(sets)[:count]
 
     chunks = _cached(model, second, num_pages, slots) + _cached(model, first, num_pages, slots)
     empty, at = model.empty(num_pages).pages, padded(slots, -1)
@@ -80,14 +80,20 @@ def _blended(
     for i, staged in enumerate(fetch_layers(blending)):
         if i == CHECK_LAYER:
             _, page = model.layer(i, hidden, jax.numpy.copy(pages[i]), at, positions)
-            fresh = tuple(_rows(model, page, slots[:known]))
-            *cached, valid = staged.kv()
-            chosen = np.asarray(select_tokens(cached, fresh, ratio=RATIO, valid=valid))
-            staged = staged.replace(*merge_rows(cached, [plane[chosen] for plane in fresh], chosen))
+            staged, indices = _merged(staged, _rows(model, page, slots[:known]))
+            chosen = np.asarray(indices)
             computed = np.concatenate([chosen, np.arange(known, count)])
             hidden, positions = hidden[computed], computed.astype(np.int32)
         hidden, pages[i] = model.layer(i, hidden, pages[i], at, positions, staged if i >= CHECK_LAYER else None)
     return model.logits(hidden, np.arange(len(chosen), len(positions))), len(chosen)
+
+
+@jax.jit
+def _merged(staged: Staged, fresh: jax.Array) -> tuple[Staged, jax.Array]:
+    """A staged layer with the rows that deviate most from `fresh` in their place, and which they are."""
+    k, v, _ = staged.kv()
+    chosen = select_tokens((k, v), tuple(fresh), ratio=RATIO)
+    return staged.replace(*merge_rows((k, v), tuple(fresh[:, chosen]), chosen)), chosen
 
 
 def _rows(model: Model, page: Any, slots: np.ndarray) -> Any:

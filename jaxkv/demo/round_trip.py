@@ -20,7 +20,7 @@ def round_trip(model: Model) -> dict[str, Any]:
     num_pages, slots = page_sets(count + STEPS, 2)
     home, elsewhere = slots
 
-    logits, pages = model.prefill(model.spec.empty(num_pages).pages, home)
+    logits, pages = model.prefill(model.empty(num_pages).pages, home)
     expected_tokens, expected_logits = model.go_on(logits, pages, home)
 
     cache = PagedCache(pages, model.spec)

@@ -76,8 +76,8 @@ def _fetch(source: "_Source", first: int, ahead: int) -> Iterator[Staged]:
         steps = [layers] if source.grouped else [range(layer, layer + 1) for layer in layers]
         for step in steps:
             yield source.staged(step, layers, arrays)
-            if step is steps[0]:
-                # The caller has queued this layer and asks for the next one: its place is free.
+            if step is steps[-1]:
+                # The caller has queued these layers and asks for the next one: their place is free.
                 waiting.extend((later, source.send(later)) for later in itertools.islice(coming, 1))
         del arrays
 
@@ -105,9 +105,10 @@ class _Source:
                 range(len(plan.chunks)), key=lambda k: (formats[k], plan.chunks[k].num_rows)
             )
         ]
-        # Small tables are sent once, not with every layer.
-        self._sharding = next((array.sharding for chunk in plan.chunks for array in chunk.data), None)
-        self._slots = self._slots_of_runs()
+        # Small tables are sent once, not with every layer, and behind the first layers' arrays.
+        arrays = [array for chunk in plan.chunks for array in chunk.data]
+        self._sharding = None if checks.is_tracing(arrays) else next((array.sharding for array in arrays), None)
+        self._slots: list[Any] | None = None
         self._deltas: dict[tuple[Rope, ...], list[tuple[jax.Array, ...]]] = {}
         self._is_slab = self._spec.pool_layout.has_axis("layer")
 
@@ -132,6 +133,8 @@ class _Source:
         """Some layers of a group that was sent: one of them, or all."""
         turning = self._plan.positions is not None
         turn = self._spec.turn(layers) if turning else None
+        if self._slots is None:
+            self._slots = self._slots_of_runs()
         runs = []
         for number, members in enumerate(self._runs):
             data = [array for k in members for array in arrays[k]]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..layout import Layout
-from ..ops import checks, windows
+from ..ops import checks, primitive, windows
 from ..ops.scatter import scatter_leaves
 from ..ops.transfer import Transfer, Turn
 from ..spec import CacheSpec
@@ -71,8 +71,7 @@ class Staged:
         Raises:
             ValueError: it is a group of several layers.
         """
-        if self.num_layers != 1:
-            raise ValueError(f"kv: {self.num_layers} layers were staged as one; fetch them with grouped=False")
+        self._check_single("kv")
         parts = []
         for run in self.runs:
             transfer, leaves = self._transfer(run), len(run.data) // max(run.num_chunks, 1)
@@ -107,8 +106,10 @@ class Staged:
 
         Raises:
             TypeError: another dtype than the cache's.
-            ValueError: another shape than `kv` gives, or V missing or given where there is none.
+            ValueError: another shape than `kv` gives, V missing or given where there is none, or a group of several
+                layers.
         """
+        self._check_single("replace")
         sizes, tokens = self.spec.sizes, self.row_of_token.shape[0]
         planes = [k] if v is None else [k, v]
         if len(planes) != sizes.planes:
@@ -129,6 +130,10 @@ class Staged:
         return dataclasses.replace(
             self, runs=(run,), row_of_token=jnp.where(rows >= 0, jnp.arange(tokens, dtype=jnp.int32), -1), turn=None
         )
+
+    def _check_single(self, name: str) -> None:
+        if self.num_layers != 1:
+            raise ValueError(f"{name}: {self.num_layers} layers were staged as one; fetch them with grouped=False")
 
     def _transfer(self, run: Run) -> Transfer:
         """Between the pages that `write` gets and these layers of a chunk."""
@@ -152,8 +157,11 @@ def write(page: Any, staged: Staged, *, implementation: str | None = None) -> An
 
     Raises:
         TypeError: a page is no array or of another dtype than the cache's.
-        ValueError: a page does not fit the cache's layout.
+        ValueError: a page does not fit the cache's layout, or the implementation is unknown.
+        RuntimeError: `implementation="ffi"` where no handlers were built.
     """
+    if implementation is not None:
+        primitive.check_implementation(implementation)
     if not isinstance(staged, Staged):
         raise TypeError(f"staged: expected what fetch_layers yields, got {type(staged).__name__}")
     pages = pages_of(page, staged.spec, staged.num_layers, "page")

@@ -166,15 +166,15 @@ class Move:
         """The op."""
         return ops.scatter(pages, rows, slots, **self._options(options))
 
-    def check(self, implementation: str | None, take: Any, put: Any, **options: Any) -> None:
+    def check(self, implementation: str | None, take: Any, put: Any, *, unique_slots: bool = False) -> None:
         """Gathers and scatters eagerly; compares both with the oracle, and inputs with what they were (N1 to N3)."""
-        options = {"implementation": implementation, **options}
+        options = {"implementation": implementation}
         source, target = device(self.source), device(self.target)
         rows = self.rows(take)
         want = self.packed(rows)
         got = self.gather(source, take, **options)
         assert_same(got, want, "gather")
-        got = self.scatter(target, device(want), put, **options)
+        got = self.scatter(target, device(want), put, unique_slots=unique_slots, **options)
         assert_same(got, self.written(rows, put), "scatter")
         assert_same(source, self.source, "the gather's source")
         assert_same(target, self.target, "the scatter's input")

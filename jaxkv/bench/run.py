@@ -1,0 +1,228 @@
+"""`jaxkv bench`: every figure in one run, the machine's ceilings first."""
+
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..bulk import load, store
+from ..ops import native
+from ..spec import PagedCache
+from . import ceilings, kernels, overlap, transfers
+from .rows import Row, save
+from .shapes import LLAMA_8B, MORE, SMALL
+from .timing import Timing, wall
+
+MIB = 2**20
+
+
+class Bench:
+    """A run of the benchmark.
+
+    Args:
+        quick: small shapes and few repeats, to see that it works; the figures say little.
+        show: what to do with each row as it is found.
+    """
+
+    def __init__(self, *, quick: bool, show: Callable[[Row], None]) -> None:
+        self._quick, self._show = quick, show
+        self._shape = SMALL if quick else LLAMA_8B
+        self._cuda = native.platform_of(jax.devices()[0]) == "cuda"
+        self.rows: list[Row] = []
+        self._engine: dict[tuple[int, str], float] = {}
+
+    def run(self) -> None:
+        """Measures everything."""
+        self._ceilings()
+        self._kernels()
+        self._bulk()
+        self._layers()
+        if self._cuda or self._quick:
+            self._beside()
+
+    def _add(self, *args: Any, **kwargs: Any) -> None:
+        row = Row(*args, **kwargs)
+        self.rows.append(row)
+        self._show(row)
+
+    def _ceilings(self) -> None:
+        sizes = (1, 8) if self._quick else (1, 32, 256, 1024)
+        for mib in sizes:
+            seconds = self._copy(mib * MIB)
+            self._add("ceilings", "device to device copy", f"{mib} MiB", 2 * mib * MIB / seconds / 1e12, "TB/s")
+        if not self._cuda:
+            return
+        engine = ceilings.CopyEngine(max(sizes) * MIB)
+        for mib, direction in itertools.product(sizes, ("d2h", "h2d", "both")):
+            seconds = self._engine[mib * MIB, direction] = engine.seconds(mib * MIB, direction)
+            moved = mib * MIB * (2 if direction == "both" else 1)
+            self._add("ceilings", f"copy engine {direction}", f"{mib} MiB", moved / seconds / 1e9, "GB/s")
+        engine.close()
+
+    def _copy(self, nbytes: int) -> float:
+        return ceilings.device_copy(nbytes) if self._cuda else ceilings.host_copy(nbytes)
+
+    def _kernels(self) -> None:
+        shapes = (self._shape,) if self._quick else (LLAMA_8B, *MORE)
+        for shape in shapes:
+            tokens = 1024 if self._quick else 65536 if "rows" in shape.name else 8192
+            nbytes = kernels.rows_bytes(shape, tokens)
+            copy = self._copy(nbytes)
+            found = {"": kernels.measure(shape, tokens)}
+            if shape is self._shape:
+                found[", take and .at[].set"] = kernels.measure_plain(shape, tokens)
+                found[", XLA form"] = kernels.measure(shape, tokens, implementation="xla", steps=8)
+            for kind, seconds in found.items():
+                for op, taken in seconds.items():
+                    rate, case = 2 * nbytes / taken / 1e12, f"{shape.name}, {tokens} tokens"
+                    self._add("kernels", f"{op}{kind}", case, rate, "TB/s", ratio=copy / taken)
+
+    def _bulk(self) -> None:
+        for tokens in (256, 1024) if self._quick else (256, 2048, 8192):
+            for name, timing in transfers.bulk(self._shape, tokens).items():
+                self._transfer("bulk", name, tokens, timing)
+            if tokens == (256 if self._quick else 2048):
+                for name, timing in transfers.bulk_plain(self._shape, tokens).items():
+                    self._transfer("bulk", f"{name}, a device_put a page", tokens, timing)
+        if self._cuda:
+            self._in_flight()
+
+    def _transfer(self, part: str, name: str, tokens: int, timing: Timing, moved: int | None = None) -> None:
+        nbytes = tokens * self._shape.spec.bytes_per_token if moved is None else moved
+        direction = "both" if "and" in name else "d2h" if "store" in name else "h2d"
+        ceiling = self._engine.get((nbytes, direction)) if self._cuda else self._copy(nbytes)
+        self._add(
+            part,
+            name,
+            f"{tokens} tokens",
+            timing.total * 1e3,
+            "ms",
+            ratio=None if ceiling is None else ceiling / timing.total,
+            enqueue_ms=timing.enqueue * 1e3,
+        )
+
+    def _in_flight(self) -> None:
+        """Many calls at once, and both ways at once."""
+        spec, calls, tokens = self._shape.spec, 32, 256
+        cache = spec.empty(self._shape.num_pages)
+        slots = [self._shape.slots(tokens, seed) for seed in range(calls)]
+        chunks = [jax.block_until_ready(store(cache, s)) for s in slots]
+        nbytes, ceiling = calls * tokens * spec.bytes_per_token, self._engine[1024 * MIB, "d2h"]
+
+        def store_all() -> Any:
+            nonlocal chunks
+            chunks = [store(cache, s, into=c) for s, c in zip(slots, chunks, strict=True)]
+            return chunks
+
+        timing = wall(store_all)
+        case = f"{calls} calls of {tokens} tokens"
+        rate = timing.total * 1e3
+        self._add("bulk", "store into, calls in flight", case, rate, "ms", ceiling / timing.total, timing.enqueue * 1e3)
+        self._both_ways(nbytes)
+
+    def _both_ways(self, nbytes: int) -> None:
+        spec = self._shape.spec
+        out_of, into = spec.empty(self._shape.num_pages), spec.empty(self._shape.num_pages)
+        wanted = self._shape.slots(8192, seed=0)
+        going = jax.block_until_ready(store(out_of, wanted, chunk_tokens=1024))
+        coming = jax.block_until_ready(store(out_of, wanted, chunk_tokens=1024))
+
+        def both() -> tuple[Any, PagedCache]:
+            nonlocal going, into
+            going = store(out_of, wanted, chunk_tokens=1024, path="overlapped")
+            into = load(into, coming, wanted, path="overlapped")
+            return going, into
+
+        self._transfer("bulk", "store and load at once", 8192, wall(both), moved=nbytes)
+
+    def _layers(self) -> None:
+        cases = ((64, 8),) if self._quick else ((256, 32), (256, 8), (2048, 4), (2048, 8), (8192, 1))
+        for tokens, group in cases:
+            run = overlap.LayerByLayer(self._shape, tokens, group=group)
+            plan, turned = run.plan(), run.plan(turn=True)
+            calls = {
+                "store": run.store,
+                "load": partial(run.load, plan=plan),
+                "load, keys turned": partial(run.load, plan=turned),
+            }
+            for name, call in calls.items():
+                label = name if group == 1 else f"{name}, {group} layers an array"
+                self._transfer("layer by layer", label, tokens, wall(call))
+            self._transfer("layer by layer", "plan of a load, on the host", tokens, wall(run.plan), moved=0)
+
+    def _beside(self) -> None:
+        layers = self._shape.spec.num_layers
+        forward = overlap.Forward(layers, *((64, 32) if self._quick else ()))
+        for tokens, group in ((64, 1),) if self._quick else ((256, 1), (256, 8), (2048, 1), (2048, 4), (8192, 1)):
+            run = overlap.LayerByLayer(self._shape, tokens, group=group)
+            plan, turned = run.plan(), run.plan(turn=True)
+            calls: dict[str, Callable[[], Any]] = {
+                "store": partial(run.store, forward, ring_size=3),
+                "load, each layer waiting": partial(run.load, forward, plan=plan),
+                "load, not waiting": partial(run.load, forward, plan=plan, waits=False),
+                "load, keys turned": partial(run.load, forward, plan=turned),
+            }
+            for ahead in (8, 32) if tokens == 8192 else ():
+                calls[f"load, {ahead} layers ahead"] = partial(run.load, forward, plan=plan, ahead=ahead)
+            for name, call in calls.items():
+                # The forward pass alone is measured before and after, since clocks drift with what ran before.
+                before = overlap.measure(forward.run, repeats=5)
+                beside = overlap.measure(call)
+                after = overlap.measure(forward.run, repeats=5)
+                alone = (before.total + after.total) / 2
+                label = name if group == 1 else f"{name}, {group} layers an array"
+                slower = [100 * (seconds / alone - 1) for seconds in (beside.compute, beside.total)]
+                case, enqueue = f"{tokens} tokens", beside.enqueue * 1e3
+                self._add("beside a forward pass", f"{label}: last product", case, slower[0], "%")
+                self._add("beside a forward pass", f"{label}: last byte", case, slower[1], "%", enqueue_ms=enqueue)
+        self._add("beside a forward pass", "the forward pass alone", f"{layers} layers", alone * 1e3, "ms")
+
+
+def main(*, quick: bool, json_file: str | None, peer: str | None) -> int:
+    """Runs the benchmark twice (once if quick), shows and saves the second run; returns the exit status."""
+    command = " ".join(["jaxkv", *sys.argv[1:]])
+    rows = list(_peer_rows(peer)) if peer else []
+    for row in rows:
+        print(row.line(), flush=True)
+    first: list[Row] = []
+    if not quick:
+        print("a first run, for the noise", flush=True)
+        warm = Bench(quick=False, show=lambda row: None)
+        warm.run()
+        first = warm.rows
+    bench = Bench(quick=quick, show=lambda row: print(row.line(), flush=True))
+    bench.run()
+    noise = _noise(first, bench.rows)
+    for part, largest in noise.items():
+        print(f"{part}: the same row twice differs by {100 * largest:.1f} % (median of rows)")
+    if json_file:
+        save([*rows, *bench.rows], json_file, command, noise)
+        print(f"wrote {json_file}")
+    return 0
+
+
+def _noise(first: Sequence[Row], second: Sequence[Row]) -> dict[str, float]:
+    """For each part, the median relative difference between two runs of a row that is no percentage."""
+    before = {(row.part, row.name, row.case): row.value for row in first if row.unit != "%"}
+    differences: dict[str, list[float]] = {}
+    for row in second:
+        value = before.get((row.part, row.name, row.case))
+        if value:
+            differences.setdefault(row.part, []).append(abs(row.value / value - 1))
+    return {part: sorted(found)[len(found) // 2] for part, found in differences.items()}
+
+
+def _peer_rows(peer: str) -> Iterator[Row]:
+    """Rows of a peer, measured in a process of its own before this one claims the device's memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "peer.json")
+        subprocess.run([sys.executable, "-m", f"jaxkv.bench.peer_{peer}", str(out)], check=True)
+        for row in json.loads(out.read_text(encoding="utf-8")):
+            yield Row(**row)

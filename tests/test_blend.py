@@ -230,19 +230,30 @@ def reused(count):
     pages = list(spec.empty(TOKENS // PAGE_SIZE).pages)
     for i, staged in enumerate(jaxkv.fetch_layers(plan)):
         if count is not None and i >= CHECK:
-            _, page = layer(i, hidden, pages[i], slots, positions)
-            fresh = by_token(page, slots)
-            *loaded, valid = staged.kv()
+            _, computed = layer(i, hidden, pages[i], slots, positions)
             if i == CHECK:
-                chosen = blend.select_tokens(loaded, fresh, valid=valid, count=count)
+                chosen = choose(staged, computed, slots, count=count)
                 hidden, positions = hidden[chosen], np.asarray(chosen)
-            merged = blend.merge_rows(loaded, fresh, chosen)
-            pages[i] = jaxkv.write(pages[i], staged.replace(*merged))
-            # What the layer itself writes for the chosen tokens is what was merged.
-            np.testing.assert_array_equal(by_token(pages[i], slots)[0][: 2 * PASSAGE], merged[0][: 2 * PASSAGE])
+            pages[i], k, written = merge(staged, pages[i], computed, slots, chosen)
+            np.testing.assert_array_equal(written[: 2 * PASSAGE], k[: 2 * PASSAGE])
         hidden, pages[i] = layer(i, hidden, pages[i], slots, positions)
     assert positions[-QUESTION:].tolist() == list(range(2 * PASSAGE, TOKENS))
     return np.asarray(hidden[-QUESTION:]), np.asarray(chosen)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def choose(staged, computed, slots, *, count):
+    k, v, valid = staged.kv()
+    return blend.select_tokens((k, v), by_token(computed, slots), valid=valid, count=count)
+
+
+@jax.jit
+def merge(staged, page, computed, slots, chosen):
+    """The page with what is loaded and recomputed, the K that was merged, and the K that is in the page."""
+    k, v, _ = staged.kv()
+    k, v = blend.merge_rows((k, v), by_token(computed, slots), chosen)
+    page = jaxkv.write(page, staged.replace(k, v))
+    return page, k, by_token(page, slots)[0]
 
 
 def by_token(page, slots):

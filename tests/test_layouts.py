@@ -47,7 +47,8 @@ def test_random_bytes_go_out_and_into_poison(row, implementation):
     """Three chunks' worth of tokens leave and come back at other slots; all else stays poison (A1 to A38)."""
     forms = KV_CHUNKS if row.sizes.planes == 2 else PLANE_CHUNKS
     move = Move(row.layout, forms[0], row.sizes, row.num_pages, row.dtype, shapes=row.shapes)
-    move.check(implementation, distinct_slots(move.num_slots, 42, 1), distinct_slots(move.num_slots, 42, 2))
+    take, put = (distinct_slots(move.num_slots, 42, seed) for seed in (1, 2))
+    move.check(implementation, take, put, unique_slots=True)
 
 
 @pytest.mark.parametrize(("sentence", "name"), REFUSED.values(), ids=REFUSED)

@@ -248,6 +248,7 @@ def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
 
 
 def check_distinct(pool: Pool) -> None:
+    """Raises ValueError where two of a pool's arrays are one, which cannot be donated twice."""
     seen: dict[int, int] = {}
     for i, leaf in enumerate(pool.leaves):
         first = seen.setdefault(id(leaf), i)

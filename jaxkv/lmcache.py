@@ -192,7 +192,7 @@ def load_layers(
     Where layers share an array it comes with the first of them, and the answers of the others bring no parts.
 
     Yielded is the cache as far as it is written. With a spec, the answers are `(pages, parts)`, and yielded are the
-    pages of the layer last written, None before there are any.
+    pages of the layer last written, None before there are any. An array of all layers then needs `ahead=0`.
 
     Args:
         cache: the cache; or its spec, where every layer's pages come with its parts.
@@ -216,6 +216,8 @@ def load_layers(
     """
     if isinstance(ahead, bool) or ahead not in (0, 1):
         raise ValueError(f"ahead: expected 0 or 1, got {ahead!r}")
+    if ahead and isinstance(cache, CacheSpec) and cache.pool_layout.has_axis("layer"):
+        raise ValueError("ahead: 1, but an array of all layers that comes with each answer is written at once; pass 0")
     primitive.check_implementation(implementation)
     if isinstance(chunks, Chunk):
         raise TypeError("chunks: expected a sequence of chunks, got one Chunk; put it in a tuple")

@@ -136,7 +136,7 @@ def given_positions(positions: Any, read: bool) -> Any:
 
 
 def check_positions(name: str, values: Any, spec: CacheSpec, count: int) -> Any:
-    """Positions as int32, or -1 where int32 does not hold them.
+    """Positions as int32; one that int32 does not hold becomes one that no rope serves.
 
     Raises:
         TypeError: they are no integers.
@@ -148,8 +148,9 @@ def check_positions(name: str, values: Any, spec: CacheSpec, count: int) -> Any:
     if values.shape != shape:
         raise ValueError(f"{name}: got shape {values.shape}, expected {shape}")
     if isinstance(values, jax.Array):
-        return values.astype(jnp.int32)
-    return np.where((values >= 0) & (values <= checks.INT32_MAX), values, -1).astype(np.int32)
+        return checks.narrow_traced(values)  # by value: 2^32 + 5 must not become 5
+    fits = (values >= 0) & (values <= checks.INT32_MAX)
+    return np.where(fits, values, values.dtype.type(0)).astype(np.int32) - (~fits).astype(np.int32)
 
 
 def _store_ranges(num_tokens: int, rows: int, starts: Sequence[int] | None, ends: Sequence[int] | None) -> Ranges:

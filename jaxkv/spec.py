@@ -164,6 +164,7 @@ class CacheSpec:
             )
         if not any(map(checks.is_traced, leaves)):
             checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
+            leaves = checks.committed(leaves)
         return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size)
 
 

@@ -279,5 +279,5 @@ def test_recomputing_the_tokens_that_deviate_brings_reuse_nearer_to_a_prefill():
     fewest = QUESTION  # what nobody has cached is computed in any case
     share = -(-15 * 2 * PASSAGE // 100)
     without, blended = error(fewest), error(fewest + share)
-    assert 0 < blended < 0.8 * without
+    assert 0 < blended < 0.9 * without
     assert ml_dtypes.finfo(ml_dtypes.bfloat16).eps < without  # there was something to make good

@@ -1,4 +1,4 @@
-"""CASES.md M20 to M28, F20, F24 to F26: what is refused about positions and ropes, and that nothing has happened then."""
+"""CASES.md M20 to M28, F20, F24 to F26: what is refused about positions and ropes, before anything has happened."""
 
 import dataclasses
 
@@ -101,7 +101,11 @@ CASES = {
         ValueError,
         "chunk 1 carries 5 old positions for its 8 rows",
     ),
-    "M22 too many": (lambda w: w.load(chunks=w.chunk(positions=np.arange(9))), ValueError, "chunk 1 carries 9 .* 8 rows"),
+    "M22 too many": (
+        lambda w: w.load(chunks=w.chunk(positions=np.arange(9))),
+        ValueError,
+        "chunk 1 carries 9 .* 8 rows",
+    ),
     "M22 other rank": (
         lambda w: w.load(chunks=w.chunk(positions=np.zeros((3, 8), int))),
         ValueError,
@@ -109,7 +113,11 @@ CASES = {
     ),
     "M22 new too few": (lambda w: w.load(np.arange(19)), ValueError, r"positions: .*\(19,\), expected \(20,\)"),
     "M22 new too many": (lambda w: w.load(np.arange(21)), ValueError, r"positions: .*\(21,\), expected \(20,\)"),
-    "M22 new of other rank": (lambda w: w.load(np.arange(60).reshape(3, 20)), ValueError, r"\(3, 20\), expected \(20,\)"),
+    "M22 new of other rank": (
+        lambda w: w.load(np.arange(60).reshape(3, 20)),
+        ValueError,
+        r"\(3, 20\), expected \(20,\)",
+    ),
     "M22 a single number": (lambda w: w.load(np.int64(4)), ValueError, r"positions: .*\(\), expected"),
     "M22 stored too few": (
         lambda w: jaxkv.store(w.cache, np.arange(20), positions=np.arange(19)),
@@ -117,7 +125,9 @@ CASES = {
         r"positions: .*\(19,\), expected \(20,\)",
     ),
     "M23": (
-        lambda w: jaxkv.Rope.from_config({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, pairing="half"),
+        lambda w: jaxkv.Rope.from_config(
+            {"rope_theta": 1e4, "head_dim": 8, "rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, pairing="half"
+        ),
         ValueError,
         "spiral.*llama3",
     ),
@@ -247,7 +257,7 @@ def test_bad_positions_where_they_are_not_read(turn, how):
     slots[9] = -1  # a skipped token's position is of no interest
     old = [np.array(c.positions) for c in moving.chunks]
     old[1][5] = -8
-    chunks = [dataclasses.replace(c, positions=p) for c, p in zip(moving.chunks, old, strict=True)]
+    chunks = tuple(dataclasses.replace(c, positions=p) for c, p in zip(moving.chunks, old, strict=True))
     traced = []
 
     def run(cache, chunks, slots, positions):
@@ -266,9 +276,7 @@ def test_bad_positions_where_they_are_not_read(turn, how):
     assert_same(pages, model.written(model.arrays(), rows, slots[moved]))
     for layer in range(3):
         keys = moving.rows[layer, 0][moved]
-        turning.check_keys(
-            rows[layer, 0], keys, turn, moving.old[moved], moving.new[moved], inv_freq=frequencies(8)
-        )
+        turning.check_keys(rows[layer, 0], keys, turn, moving.old[moved], moving.new[moved], inv_freq=frequencies(8))
     # Other values, in range: the same program.
     after, counts = call(model.poisoned(), moving.chunks, moving.slots, moving.new.astype(np.int32))
     assert tuple(map(int, counts)) == (20, 0, 0, 0)

@@ -96,15 +96,15 @@ def test_skip_prefix(skip_prefix, load):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_is_zero_bytes(dtype):
     """G7: also of types whose zero has other bits, or none."""
-    scene = Scene(Model("A2", dtype=dtype), 28, [0, 20], [8, 28])
+    scene = Scene(Model("A2", layers=1, dtype=dtype), 28, [0, 20], [8, 28])
     for load in LOADS.values():
         check(load, scene)
 
 
-@pytest.mark.parametrize("pool", ["A1", "A5", "A13", "A24", "A26", "A36", "padded heads"])
+@pytest.mark.parametrize("pool", ["A1", "A5", "A24", "A26", "A36", "padded heads"])
 def test_padding_is_not_zeroed(pool):
     """G1, A54: K and V rows of all layers; other layers, padding and neighbours stay 0xDE."""
-    scene = Scene(helpers.small(pool), 28, [0, 20], [8, 28])
+    scene = Scene(helpers.small(pool, layers=2), 28, [0, 20], [8, 28])
     for load in LOADS.values():
         check(load, scene)
 
@@ -117,9 +117,7 @@ def test_a_slot_of_a_gap_and_of_a_chunk(load):
     slots[9], slots[10], slots[12] = slots[3], slots[25], slots[11]
     check(load, scene, slots)
     skipped = Scene(Model("A2"), 28, [0, 20], [8, 28])
-    skipped.chunks = [
-        dataclasses.replace(c, valid=np.asarray(c.valid) & (np.arange(8) != 3)) for c in skipped.chunks
-    ]
+    skipped.chunks = [dataclasses.replace(c, valid=np.asarray(c.valid) & (np.arange(8) != 3)) for c in skipped.chunks]
     valid = [np.arange(8) != 3] * 2
     want, _ = helpers.loaded(
         skipped.model, skipped.model.arrays(), skipped.rows, slots, [0, 20], [8, 28], valid=valid, zero=True
@@ -144,16 +142,16 @@ def test_with_turned_keys(load):
     assert not helpers.raw(rows[:, :, 8:24]).any()
     there = np.r_[0:8, 24:28]
     for layer in range(3):
-        turning.check_keys(
-            rows[layer, 0][there], made.rows[layer, 0][there], rope(8), made.old[there], made.new[there]
-        )
+        turning.check_keys(rows[layer, 0][there], made.rows[layer, 0][there], rope(8), made.old[there], made.new[there])
     assert_same(rows[:, 1][:, there], made.rows[:, 1][:, there])
     assert_same(pages, model.written(model.arrays(), rows, made.slots))
 
 
 def test_gaps_of_two_calls_interleaved():
     """G11: each zeroes its own."""
-    scenes = [Scene(Model("A2"), 28, *RANGES[name], seed=seed) for seed, name in enumerate(["one gap", "unsorted (G6)"])]
+    scenes = [
+        Scene(Model("A2"), 28, *RANGES[name], seed=seed) for seed, name in enumerate(["one gap", "unsorted (G6)"])
+    ]
     plans = [jaxkv.plan(s.model.spec, s.chunks, s.slots, starts=s.starts, ends=s.ends, gaps="zero") for s in scenes]
     steps = [jaxkv.fetch_layers(plan) for plan in plans]
     pages = [list(s.model.poisoned().pages) for s in scenes]

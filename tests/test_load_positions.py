@@ -1,7 +1,10 @@
 """Keys that turn on their way into the pages: every layout, format and kind of rope, in bulk and layer by layer."""
 
+import functools
+
 import helpers
 import jax
+import jax.numpy as jnp
 import layers as by_layer
 import numpy as np
 import pytest
@@ -20,14 +23,16 @@ WITH_DIM = [name for name, pool in POOLS.items() if "dim" in str(pool.sentence)]
 def test_every_pool_layout(pool):
     """F15, F1, F2, F4, F6, F27, F35, R4: K alone turns, packed `(kv dim)` and `(head kv)` and V transposed too."""
     partly = rope(6, pairing="interleaved" if len(pool) % 2 else "half")
-    Moving(turned_model(pool, partly, layers=2), 20).check_every_way(layerwise=BEST)
+    layers = 2 if "layer" in str(POOLS[pool].sentence).split("|")[-1].split() else 1
+    Moving(turned_model(pool, partly, layers=layers), 20).check_every_way(layerwise=BEST)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_every_chunk_format(chunk):
     """F15: the chunk's K is found in every format of A42 to A45."""
     pool = "A19" if helpers.one_plane(chunk) else "A11"
-    model = Model(pool, layers=2, heads=1 if "MLA" in chunk else 4, rope=rope(8))
+    layers = 2 if "layer" in CHUNKS[chunk].split("|")[-1].split() else 1
+    model = Model(pool, layers=layers, heads=1 if "MLA" in chunk else 4, rope=rope(8))
     Moving(model, 20, format=CHUNKS[chunk]).check_every_way(layerwise=() if "page" in CHUNKS[chunk] else BEST)
 
 
@@ -78,7 +83,7 @@ def test_windows(kind):
 def test_mla(pool):
     """F14: the rotated window lies behind the latent, with padding after it (A36)."""
     turn = rope(8, pairing="interleaved")
-    Moving(Model(pool, layers=2, heads=1, dim=24, rope=turn, rope_offset=16), 20).check_every_way(layerwise=BEST)
+    Moving(Model(pool, layers=1, heads=1, dim=24, rope=turn, rope_offset=16), 20).check_every_way(layerwise=BEST)
 
 
 def mixed_ropes():
@@ -189,6 +194,24 @@ def test_old_positions_travel_with_the_chunk():
     assert np.asarray(jaxkv.join_layers(parts)[1].positions).tolist() == old[8:].tolist()
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
+def test_positions_of_every_integer_type(dtype):
+    """F23, B9: by value, also from a device and of 64 bits, where nothing is cut to 32 of them."""
+    model = Model("A2", layers=1, rope=rope(8))
+    old, new = np.arange(20), np.arange(20)[::-1] * 6
+    want = Moving(model, 20, old=old, new=new).bulk({})
+    typed = Moving(model, 20, old=old.astype(dtype), new=new.astype(dtype))
+    assert_same(typed.bulk({}), want)
+    with jax.enable_x64(True):
+        cache = model.poisoned()
+        plan = typed.plan(cache, positions=jnp.asarray(typed.new), out_of_range="skip")
+        assert_same(typed.rows_of(jaxkv.load(cache, plan)), want)
+        if np.dtype(dtype).itemsize == 8:
+            far = jnp.asarray(typed.new).at[7].add(dtype(2**32))
+            counts = typed.plan(model.poisoned(), positions=far, out_of_range="skip").counts
+            assert tuple(map(int, counts)) == (19, 0, 0, 1)
+
+
 def test_ten_requests_through_one_object():
     """F37, F28: each from the stored original, each as through a fresh one."""
     moving = Moving(Model("A2", layers=1, rope=rope(8)), 20)
@@ -237,6 +260,32 @@ def test_heads_over_two_devices():
         after = jaxkv.load(cache, moving.plan(cache), implementation=implementation)
         assert {x.sharding for x in after.pages} == {sharding}
         assert_same(moving.rows_of(after), moving.bulk({"implementation": implementation}))
+
+
+def test_slots_prefix_and_order():
+    """F32, B11, D3, D12, D13: tokens that stay behind, equal slots and unsorted chunks, as without a rotation."""
+    model = Model("A2", rope=rope(8))
+    made = Moving(model, 28)
+    slots = made.slots.copy()
+    slots[[4, 9]] = [-1, -(2**40)]
+    slots[[12, 20]] = [99, 2**40]
+    slots[6] = slots[13]  # the later chunk in the list is that of token 6
+    starts, ends = [8, 24, 16, 0], [16, 28, 24, 8]
+    options = dict(starts=starts, ends=ends, positions=made.new, skip_prefix=2, out_of_range="skip")
+    plan = jaxkv.plan(model.poisoned(), [made.chunks[at] for at in (1, 3, 2, 0)], slots, **options)
+    assert tuple(map(int, plan.counts)) == (22, 4, 2, 0)
+    moved = [t for t in range(2, 28) if t not in (4, 9, 12, 13, 20)]
+    for load in (
+        *(functools.partial(jaxkv.load, **way) for way in WAYS.values()),
+        *(functools.partial(by_layer.load, implementation=name) for name in helpers.IMPLEMENTATIONS),
+    ):
+        pages = helpers.snapshot(load(model.poisoned(), plan).pages)
+        rows = model.rows(pages, slots[moved])
+        assert_same(pages, model.written(model.arrays(), rows, slots[moved]))
+        assert_same(rows[:, 1], made.rows[:, 1][:, moved])
+        for layer in range(3):
+            keys = made.rows[layer, 0][moved]
+            turning.check_keys(rows[layer, 0], keys, rope(8), made.old[moved], made.new[moved])
 
 
 def test_nothing_retrieved():

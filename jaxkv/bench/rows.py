@@ -41,19 +41,21 @@ class Row:
         return f"{what} {self.value:10.3f} {self.unit:6s} {ratio}{enqueue}".rstrip()
 
 
-def save(rows: Iterable[Row], path: str, command: str, noise: dict[str, float]) -> None:
+def save(rows: Iterable[Row], first_rows: Iterable[Row], path: str, command: str, noise: dict[str, float]) -> None:
     """Writes rows and the machine they were measured on as JSON.
 
     Args:
         rows: the figures.
+        first_rows: those of a run before, of the same things.
         path: of the file.
         command: that made them.
-        noise: for each part, the largest relative difference between two runs of the same row.
+        noise: for each part, the median relative difference between two runs of the same row.
     """
     machine = collect()
     machine["driver"] = _driver()
     found: dict[str, Any] = {"command": command, "machine": machine, "noise": noise}
     found["rows"] = [dataclasses.asdict(row) for row in rows]
+    found["first_rows"] = [dataclasses.asdict(row) for row in first_rows]
     Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from .. import host
 from ..chunk import as_format
 from ..layout import Layout
-from ..ops import checks
+from ..ops import checks, windows
 from ..plans import Plan
 from ..rope import Rope, stacked_deltas
 from .staged import Run, Staged
@@ -242,7 +242,9 @@ def _of_one_layer(layout: Layout) -> tuple[Layout, int | None]:
 
 @functools.partial(jax.jit, static_argnames="axis")
 def _take_layer(arrays: Sequence[jax.Array], layer: Any, *, axis: int) -> list[jax.Array]:
-    return [jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False) for array in arrays]
+    # As integers: XLA's slices of floats may change the payload of a NaN.
+    taken = [jax.lax.dynamic_index_in_dim(windows.as_bits(x), layer, axis, keepdims=False) for x in arrays]
+    return [windows.from_bits(bits, x.dtype) for bits, x in zip(taken, arrays, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnames="ropes")

@@ -94,7 +94,8 @@ class Staged:
             # A negative index counts from the end: no token takes a row past it, where the fill value is.
             at = jnp.where(valid, rows_of, jnp.int32(every.shape[1]))
             planes = every.at[:, at].get(mode="fill", fill_value=0)
-        values = windows.from_bits(planes, self.spec.dtype)
+        # Taken apart as integers: XLA's slices of floats may change the payload of a NaN.
+        values = [windows.from_bits(plane, self.spec.dtype) for plane in planes]
         return values[0], (values[1] if sizes.planes == 2 else None), valid
 
     def replace(self, k: jax.Array, v: jax.Array | None = None) -> "Staged":

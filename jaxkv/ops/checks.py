@@ -116,6 +116,20 @@ def _placement(sharding: Any, shape: tuple[int, ...], head_axis: int | None) -> 
     return sharding.memory_kind, default, next(split, None)
 
 
+def committed(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays, committed to the devices they are on; they share their memory with the given ones.
+
+    What a program is compiled for depends on it: a cache would compile everything anew once it went through a load,
+    whose results are committed.
+    """
+    loose = {id(array): array for array in arrays if not array.committed}
+    if not loose:
+        return list(arrays)
+    bound = jax.device_put(list(loose.values()), [array.sharding for array in loose.values()])
+    known = dict(zip(loose, bound, strict=True))
+    return [known.get(id(array), array) for array in arrays]
+
+
 def check_same_dtype(arrays: Sequence[jax.Array], dtype: DTypeLike, name: str) -> None:
     """Raises TypeError where an array is of another dtype than the cache; nothing is ever cast."""
     for i, array in enumerate(arrays):
@@ -161,7 +175,7 @@ def slots_int32(slots: Any, *, name: str = "slots", read: bool = True) -> Any:
     if slots.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got shape {slots.shape}")
     if on_device and (is_traced(slots) or not read):
-        return _narrow_traced(slots if is_traced(slots) else _in_device_memory(slots))
+        return narrow_traced(slots if is_traced(slots) else _in_device_memory(slots))
     slots = np.asarray(slots)
     if np.issubdtype(slots.dtype, np.unsignedinteger):
         return np.minimum(slots, slots.dtype.type(min(INT32_MAX, np.iinfo(slots.dtype).max))).astype(np.int32)
@@ -176,7 +190,8 @@ def _in_device_memory(array: jax.Array) -> jax.Array:
     return jax.device_put(array, array.sharding.with_memory_kind(kind))
 
 
-def _narrow_traced(slots: jax.Array) -> jax.Array:
+def narrow_traced(slots: jax.Array) -> jax.Array:
+    """Integers as int32, by value: what it cannot hold becomes -1 (negative) or 2^31 - 1 (too large)."""
     if slots.dtype == jnp.int32:
         return slots
     info = jnp.iinfo(slots.dtype)

@@ -48,13 +48,13 @@ def test_every_pool_layout(pool):
     check(made, plan(made, gaps="zero"), zero=True)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 @pytest.mark.parametrize("layers_per_array", [None, 1, 2, 3])
-def test_arrays_of_any_number_of_layers(layers_per_array, ahead, implementation):
+def test_arrays_of_any_number_of_layers(layers_per_array):
     """Bulk chunks too: an array that holds several layers is sent once, before the first of them."""
     made = scene(Model("A2", layers=5), layers_per_array=layers_per_array)
-    check(made, plan(made), ahead=ahead, implementation=implementation)
+    for ahead in (0, 1, 2, 9):
+        for implementation in IMPLEMENTATIONS:
+            check(made, plan(made), ahead=ahead, implementation=implementation)
 
 
 @pytest.mark.parametrize("pool", ["A1", "A2", "A5"])
@@ -83,7 +83,12 @@ def test_layers_of_an_array_as_one(layers_per_array, pool):
     assert_same(by_layer.join(pages, spec).pages, helpers.snapshot(want.pages))
 
 
-FORMATS = ["layer kv | token head dim", "kv | layer token head dim", "layer token head (kv dim)", "page layer kv token head dim"]
+FORMATS = [
+    "layer kv | token head dim",
+    "kv | layer token head dim",
+    "layer token head (kv dim)",
+    "page layer kv token head dim",
+]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -118,7 +123,7 @@ def test_chunks_of_different_rows_and_formats():
 def test_parts_that_come_later(kind, size):
     """`parts=`: chunks without data; each layer's arrays are asked for when they are to be sent, and not earlier."""
     made = scene(Model("A2", layers=5))
-    arrays, cache = made.model.random(0)
+    _, cache = made.model.random(0)
     source = np.random.default_rng(0).permutation(28)[:28]
     parts = by_layer.store(cache, source, size=size, starts=made.starts, ends=made.ends, chunk_tokens=8)
     chunks = turning.without_data(jaxkv.join_layers(parts))
@@ -136,10 +141,8 @@ def test_parts_that_come_later(kind, size):
     for layer, staged in enumerate(steps):
         if kind != "lists":
             groups = by_layer.groups(5, size or 1)
-            due = [g.start for g in groups if g.start <= layer][-1]
-            at = [g.start for g in groups].index(due)
-            first_of_group = layer == due
-            assert asked == [g.start for g in groups][: at + 2 + (0 if first_of_group else 1)]
+            current = sum(group.start <= layer for group in groups)
+            assert asked == [group.start for group in groups][: current + 1]
         pages[layer] = by_layer.write(pages[layer], staged)
     assert_same(pages, wanted(made))
 
@@ -254,7 +257,7 @@ def test_beginning_at_a_later_layer():
     for layer, staged in enumerate(jaxkv.fetch_layers(plan(made), first_layer=2), 2):
         pages[layer] = by_layer.write(pages[layer], staged)
     assert_same(pages, [*made.model.arrays()[:2], *wanted(made)[2:]])
-    with pytest.raises(ValueError, match="first_layer: .*3.*0, 2, 4"):
+    with pytest.raises(ValueError, match=r"first_layer: .*3.*0, 2, 4"):
         jaxkv.fetch_layers(plan(made), first_layer=3)
 
 
@@ -291,7 +294,11 @@ WRONG = {
     "fewer layers": (lambda p: p[:2], ValueError, "layer 2, 3 layers"),
     "out of order": (lambda p: [p[1], p[0], p[2]], ValueError, r"\(1, 2\) where \(0, 1\)"),
     "fewer chunks": (lambda p: [x.data[:2] for x in p], ValueError, "layer 0 has parts of 2 chunks, the plan has 4"),
-    "other rows": (lambda p: [[y[0][:4] for y in x.data] for x in p], ValueError, r"layer 0.*\(4, 2, 32\).*\(8, 2, 32\)"),
+    "other rows": (
+        lambda p: [[y[0][:4] for y in x.data] for x in p],
+        ValueError,
+        r"layer 0.*\(4, 2, 32\).*\(8, 2, 32\)",
+    ),
     "more arrays": (lambda p: [[y * 2 for y in x.data] for x in p], ValueError, "layer 0, chunk 0: got 2"),
     "no arrays": (lambda p: [[np.asarray(y[0]) for y in x.data] for x in p], TypeError, "layer 0.*ndarray"),
     "other dtype": (lambda p: [[y[0].astype("float32") for y in x.data] for x in p], TypeError, "float32.*bfloat16"),

@@ -228,7 +228,11 @@ WRONG = {
     "layer of another kind": (lambda w: w.store(layer=1.5), ValueError, "layer: 1.5"),
     "layers with a step": (lambda w: w.store(w.cache.pages, layer=range(0, 3, 2)), ValueError, "layer: range"),
     "no layers": (lambda w: w.store((), layer=range(1, 1)), ValueError, "layer: range"),
-    "fewer pages than layers": (lambda w: w.store(w.cache.pages[:2], layer=range(3)), ValueError, "pages: got 2 arrays, expected 3"),
+    "fewer pages than layers": (
+        lambda w: w.store(w.cache.pages[:2], layer=range(3)),
+        ValueError,
+        "pages: got 2 arrays, expected 3",
+    ),
     "no array": (lambda w: w.store(np.zeros((2, 7, 4, 4, 8), np.float32)), TypeError, "pages: .*ndarray"),
     "deleted": (lambda w: w.store(deleted(w.page)), ValueError, "pages: .*deleted"),
     "other shape": (lambda w: w.store(w.page[:, :, :, :2]), ValueError, r"\(2, 7, 4, 2, 8\)"),

@@ -64,9 +64,9 @@ def _pairs():
 @pytest.mark.grid
 @pytest.mark.parametrize("part", range(10))
 def test_a_thousand_random_orders_and_fusings(part, implementation):
-    """A58 through the ops; their addresses alone are compared in test_layout."""
+    """A58 through the ops (fewer of the XLA form, which compiles long); test_layout compares the addresses alone."""
     rng = random.Random(part)
-    for number in range(100):
+    for number in range(100 if implementation == "ffi" else 20):
         order = rng.sample(AXES, 6)
         cuts = sorted(rng.sample(range(1, 6), rng.randrange(6)))
         units = [order[a:b] for a, b in zip([0, *cuts], [*cuts, 6], strict=True)]

@@ -110,7 +110,15 @@ def store(
         data = paths.save_overlapped(pool, chosen.slots, groups, way, implementation)
     else:
         held = len(recycled)
-        data = paths.save_into(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
+        try:
+            data = paths.save_into(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
+        except (RuntimeError, ValueError) as error:
+            if "external reference" not in str(error):
+                raise
+            raise ValueError(
+                "into: a NumPy or DLPack view of one of these chunks is held (np.asarray(chunk.data[0]) makes one that "
+                "lives as long as the array), so its memory cannot be written; Chunk.rows() copies and leaves none"
+            ) from error
         if held < count:
             rest = paths.choose("overlapped", pool, None, nbytes=nbytes, **options)
             data += paths.save_overlapped(pool, chosen.slots[held:], groups, rest, implementation)

@@ -246,7 +246,12 @@ class Chunk:
         axis = next(i for i, unit in enumerate(units) if "token" in unit)
         if units[axis] != ("token",) or ("page",) in units:
             raise ValueError(f"rows: the tokens of {str(self.format.layout)!r} are not one axis; read `data` itself")
-        return tuple(np.asarray(array).take(range(int(self.num_tokens)), axis=axis) for array in self.data)
+        return tuple(_view(array).take(range(int(self.num_tokens)), axis=axis) for array in self.data)
+
+
+def _view(array: jax.Array) -> np.ndarray:
+    """The array as NumPy, through another `jax.Array` of the same buffer: JAX keeps a view on the one that is asked."""
+    return np.asarray(array.addressable_data(0) if len(array.devices()) == 1 else array)
 
 
 def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool = False) -> list[Chunk]:

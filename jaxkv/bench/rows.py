@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -60,5 +61,11 @@ def save(rows: Iterable[Row], first_rows: Iterable[Row], path: str, command: str
 
 
 def _driver() -> str:
-    """The accelerator's driver or runtime, as JAX names it."""
-    return str(jax.devices()[0].client.platform_version).replace("\n", " ")
+    """The accelerator's driver: nvidia-smi's word where there is one, and the runtime as JAX names it."""
+    runtime = str(jax.devices()[0].client.platform_version).replace("\n", " ")
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        version = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return runtime
+    return f"{version}, {runtime}"

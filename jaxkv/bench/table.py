@@ -1,0 +1,98 @@
+"""Tables of a benchmark's JSON in Markdown; the README's are made by `python -m jaxkv.bench.table FILE`."""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Rows = dict[tuple[str, str, str], list[dict[str, Any]]]
+
+_TOKENS = ("256 tokens", "2048 tokens", "8192 tokens")
+
+
+def markdown(path: str | Path) -> str:
+    """Three tables: kernels, transfers, and what a forward pass loses. Two runs are shown as first / second."""
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    rows: Rows = {}
+    for row in [*found["first_rows"], *found["rows"]]:
+        rows.setdefault((row["part"], row["name"], row["case"]), []).append(row)
+    return "\n\n".join((_kernels(rows), _transfers(rows), _beside(rows)))
+
+
+def _table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
+
+
+def _kernels(rows: Rows) -> str:
+    lines = []
+    for (part, name, case), runs in rows.items():
+        if part != "kernels" or not name.startswith("gather"):
+            continue
+        pair = [runs, rows[part, name.replace("gather", "scatter"), case]]
+        label = case + name.removeprefix("gather").replace(", take and .at[].set", ": `take` and `.at[].set`")
+        cells = [f"{_values(r, 'value', 2)} ({_values(r, 'ratio', 2)})" for r in pair]
+        lines.append([label, *cells])
+    lmcache = [rows["lmcache", f"{op} of all layers", "8192 tokens"] for op in ("gather", "scatter")]
+    lines.append(["LMCache's kernels, 8192 tokens", *(_values(r, "value", 2) for r in lmcache)])
+    return _table(
+        ["all layers in one launch, TB/s read + write (of a device copy of as many bytes)", "gather", "scatter"], lines
+    )
+
+
+def _transfers(rows: Rows) -> str:
+    jobs = [
+        ("bulk store, fresh pinned memory", "bulk", ("store",), "bulk store"),
+        ("bulk store into older chunks", "bulk", ("store into older chunks",), "bulk store"),
+        ("bulk load", "bulk", ("load",), "bulk load"),
+        *(
+            (f"layer by layer: {name}", "layer by layer", (f"{name}, 32", f"{name}, 4", name), peer)
+            for name, peer in (
+                ("store", "layer-wise store"),
+                ("load", "layer-wise load"),
+                ("load, keys turned", "CacheBlend load"),
+            )
+        ),
+    ]
+    lines = []
+    for label, part, names, peer in jobs:
+        cells = []
+        for i, tokens in enumerate(_TOKENS):
+            name = names[i % len(names)]
+            wanted = (
+                name if name in ("store", "load", "load, keys turned") or part == "bulk" else f"{name} layers an array"
+            )
+            ours = rows[part, wanted, tokens]
+            theirs = rows["lmcache", peer, tokens]
+            cells.append(f"{_values(ours, 'value', 2)} ({_values(ours, 'ratio', 2)}); {_values(theirs, 'value', 2)}")
+        lines.append([label, *cells])
+    return _table(["ms, to completion (of the copy engine); LMCache", *_TOKENS], lines)
+
+
+def _beside(rows: Rows) -> str:
+    jobs = [
+        ("store, to the last byte", "store: last byte", "layer-wise store, async"),
+        ("load, each layer waiting for its own", "load, each layer waiting: last byte", None),
+        ("load, not waiting", "load, not waiting: last byte", "layer-wise load, not waiting"),
+        ("load with keys turned, each layer waiting", "load, keys turned: last byte", "CacheBlend load"),
+    ]
+    lines = []
+    for label, name, peer in jobs:
+        cells = []
+        for tokens in _TOKENS:
+            ours = _values(rows["beside a forward pass", name, tokens], "value", 1)
+            theirs = (
+                "-" if peer is None else _values(rows["lmcache", f"{peer}, beside a forward pass", tokens], "value", 1)
+            )
+            cells.append(f"{ours}; {theirs}")
+        lines.append([label, *cells])
+    return _table(["% that a forward pass of 24 ms takes longer; LMCache", *_TOKENS], lines)
+
+
+def _values(runs: list[dict[str, Any]], field: str, digits: int) -> str:
+    return " / ".join(f"{run[field]:.{digits}f}" for run in runs)
+
+
+if __name__ == "__main__":
+    print(markdown(sys.argv[1]))

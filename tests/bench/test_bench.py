@@ -1,0 +1,70 @@
+"""The benchmark: that it runs, what it writes, and that the README's tables are those of the committed figures."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv.bench import kernels, overlap, rows, run, shapes, table, timing
+
+QUICK_SHAPE = shapes.shape("test", layers=4, heads=2, dim=8, num_slots=512)
+
+
+def test_a_quick_run_has_every_part():
+    """Ceilings first, then kernels, bulk, layer by layer and beside a forward pass; every figure is a number."""
+    found: list[rows.Row] = []
+    run.Bench(quick=True, show=found.append).run()
+    parts = list(dict.fromkeys(row.part for row in found))
+    assert parts == ["ceilings", "kernels", "bulk", "layer by layer", "beside a forward pass"]
+    assert all(row.value == row.value and row.line() for row in found)
+    assert len({(row.part, row.name, row.case) for row in found}) == len(found)
+
+
+def test_device_time_depends_on_the_work():
+    """A step of more work takes longer; what a loop costs itself is subtracted."""
+    step = lambda value, i: jnp.sin(value + i.astype(jnp.float32))  # noqa: E731
+    small, large = (timing.device_time(step, jnp.zeros(size), steps=16) for size in (1 << 12, 1 << 20))
+    assert large > small
+
+
+def test_wall_tells_enqueue_from_completion():
+    """The call returns before it is done."""
+    found = timing.wall(lambda: jnp.ones(8) + 1, repeats=3)
+    assert 0 < found.enqueue <= found.total
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_layer_by_layer_moves_what_it_says(group):
+    """A store and a load of the benchmark are a round trip, also where layers share an array."""
+    moved = overlap.LayerByLayer(QUICK_SHAPE, 40, group=group)
+    fill = [jnp.full(page.shape, i + 1, page.dtype) for i, page in enumerate(moved.pages)]
+    moved.pages = list(fill)
+    _, sent = moved.store(ring_size=2)
+    assert sum(part.layers[1] - part.layers[0] for part in sent) == 4
+    forward = overlap.Forward(4, width=16, rows=4)
+    hidden, pages = moved.load(forward, waits=group == 1)
+    assert hidden.shape == (4, 16) and len(pages) == 4
+    assert (pages[0].reshape(2, 512, -1)[:, QUICK_SHAPE.slots(40, 0)] == 0).all()  # the chunks are of the empty pages
+
+
+def test_plain_forms_move_the_same_rows():
+    """What the kernels are compared with is the same move."""
+    assert kernels.rows_bytes(QUICK_SHAPE, 10) == 10 * QUICK_SHAPE.spec.bytes_per_token
+    assert set(kernels.measure_plain(QUICK_SHAPE, 16, steps=8)) == {"gather", "scatter"}
+
+
+def test_saved_figures_name_the_machine(tmp_path):
+    """Chip, driver, versions and command are in the file."""
+    row = rows.Row("bulk", "store", "1 tokens", 1.0, "ms", ratio=0.5)
+    rows.save([row], [row], str(tmp_path / "out.json"), "jaxkv bench", {"bulk": 0.01})
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["command"] == "jaxkv bench" and found["machine"]["jax"] == jax.__version__
+    assert found["machine"]["driver"] and found["rows"] == found["first_rows"]
+
+
+def test_the_readme_has_the_committed_tables(pytestconfig):
+    """The tables are made from the figures, not written by hand."""
+    figures = pytestconfig.rootpath / "notebooks" / "results" / "h200_bench.json"
+    made = table.markdown(figures)
+    assert made in (pytestconfig.rootpath / "README.md").read_text(encoding="utf-8")

@@ -33,6 +33,7 @@ from .layerwise import (  # noqa: E402
 from .layout import Layout, Sizes  # noqa: E402
 from .plans import Counts, Plan, plan  # noqa: E402
 from .rope import Rope  # noqa: E402
+from .selection import slot_mapping  # noqa: E402
 from .spec import CacheSpec, PagedCache  # noqa: E402
 from .tuning import Tuning  # noqa: E402
 
@@ -67,6 +68,7 @@ __all__ = [
     "load",
     "ops",
     "plan",
+    "slot_mapping",
     "store",
     "store_layer",
     "store_plan",

@@ -24,6 +24,45 @@ class Ranges(NamedTuple):
         return self.ends - self.starts
 
 
+def slot_mapping(page_table: Any, num_tokens: int, *, page_size: int, start: int = 0) -> Any:
+    """The slots of a sequence's tokens, from the pages it was given.
+
+    Args:
+        page_table: integers `[pages]`: the page of tokens 0 to page_size - 1, that of the next ones, and so on; a
+            negative page gives slots of -1, which are skipped. NumPy or a list gives NumPy, a jax.Array a jax.Array,
+            which is not read.
+        num_tokens: tokens of the sequence.
+        page_size: tokens a page.
+        start: first token to give a slot.
+
+    Returns:
+        Integers `[num_tokens - start]`, of the table's type if it is int32 or int64, else int64 (int32 for a
+        jax.Array).
+
+    Raises:
+        TypeError: the table does not hold integers.
+        ValueError: it has another rank than one, or pages for fewer tokens; or a number is negative.
+    """
+    table = page_table if isinstance(page_table, jax.Array) else np.asarray(page_table)
+    if table.size == 0 and not isinstance(page_table, jax.Array):
+        table = table.astype(np.int64)
+    if not jnp.issubdtype(table.dtype, jnp.integer):
+        raise TypeError(f"page_table: expected integers, got dtype {table.dtype}")
+    if table.ndim != 1:
+        raise ValueError(f"page_table: expected one dimension, got shape {table.shape}")
+    for name, value, least in (("num_tokens", num_tokens, 0), ("page_size", page_size, 1), ("start", start, 0)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise ValueError(f"{name}: expected an int of at least {least}, got {value!r}")
+    if num_tokens > table.shape[0] * page_size:
+        raise ValueError(f"page_table: {table.shape[0]} pages of {page_size} tokens for {num_tokens} tokens")
+    xp: Any = jnp if isinstance(table, jax.Array) else np
+    kind = table.dtype if table.dtype in (np.int32, np.int64) else (jnp.int32 if xp is jnp else np.int64)
+    page, token = np.divmod(np.arange(start, max(num_tokens, start)), page_size)
+    pages = table.astype(kind)[page] if page.size else xp.zeros(0, kind)
+    slots = pages * xp.asarray(page_size, kind) + xp.asarray(token, kind)
+    return xp.where(pages < 0, xp.asarray(-1, kind), slots)
+
+
 class Selection(NamedTuple):
     """The tokens of a store, in rows of chunks.
 

@@ -40,12 +40,13 @@ def fetch_layers(
             busy; more make the copies wait for computations that were queued before them.
         parts: the chunks' arrays where they come later: for each layer (or group) in order, a sequence with the
             arrays of each chunk (or a `LayerPart`), asked for when they are to be sent.
+        first_layer: where to begin, the first layer of an array; `parts` begin with its.
         grouped: yield the layers that share an array as one, for a `write` of all their pages: for short requests,
             where a step a layer takes longer than the copy.
-        first_layer: where to begin, the first layer of an array; `parts` begin with its.
 
     Returns:
-        An iterator of one `Staged` per layer (or group).
+        An iterator of one `Staged` per layer (or group). Its arrays are committed to the chunks' device, so pages that
+        are not make the caller's program compile twice: once for the first layer, once for what that returns.
 
     Raises:
         TypeError: `plan` is no plan.

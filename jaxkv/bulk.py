@@ -235,12 +235,19 @@ def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | 
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache: expected a PagedCache, got {type(cache).__name__}")
     primitive.check_implementation(implementation)
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise TypeError(f"tuning: expected a Tuning, got {tuning!r}")
     return cache.spec, cache.spec.check(cache.pages), tuning or Tuning()
 
 
 def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
     """A plan may have been made for another pool, or for none: its slots are checked against this one."""
     check_chunks(spec, plan.chunks)
+    if plan.spec.page_size != spec.page_size:
+        raise ValueError(
+            f"plan: made for pages of {plan.spec.page_size} tokens, the cache has pages of {spec.page_size}: a slot is "
+            f"another token there"
+        )
     if plan.out_of_range != "raise" or checks.is_traced(plan.slots):
         return
     if not any((known(slots, read=True) >= pool.num_slots).any() for slots in (plan.slots, plan.zero_slots)):
@@ -271,6 +278,8 @@ def _may_move(slots: Any) -> bool:
 
 def _recycled(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int) -> list[Chunk]:
     """The chunks whose buffers a store takes, checked: as many as it needs, or as there are."""
+    if isinstance(into, Chunk) or not isinstance(into, Iterable):
+        raise TypeError(f"into: expected a sequence of chunks, got {type(into).__name__}")
     chunks = list(into)[:count]
     shapes = format.shapes(spec, rows)
     seen: set[int] = set()

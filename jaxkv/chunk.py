@@ -191,7 +191,7 @@ def _difference(found: Fingerprint, spec: CacheSpec) -> str | None:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Chunk:
     """KV of a range of tokens: what moves at once. A pytree and a value; nothing writes into it.
 
@@ -209,6 +209,13 @@ class Chunk:
     positions: Any
     valid: Any
     fingerprint: Fingerprint = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        # Not the values: a log wants to know what it is, and a recycled chunk has none.
+        shapes = [getattr(array, "shape", array) for array in self.data]
+        return (
+            f"Chunk({self.num_tokens} tokens, arrays {shapes}, {str(self.format.layout)!r}, {self.fingerprint.dtype})"
+        )
 
     @property
     def format(self) -> ChunkFormat:
@@ -269,6 +276,8 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool =
     """
     if isinstance(chunks, Chunk):
         raise TypeError("chunks: expected a sequence of chunks, got one Chunk; put it in a tuple")
+    if not isinstance(chunks, Iterable):
+        raise TypeError(f"chunks: expected a sequence of chunks, got {type(chunks).__name__}")
     parts = list(chunks)
     fitting: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}  # the chunks of one store differ in data alone
     for i, chunk in enumerate(parts):
@@ -288,6 +297,9 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool =
         if not chunk.data and data_later:
             continue
         shapes = fitting[kind]
+        for array in chunk.data:
+            if not isinstance(array, jax.Array):
+                raise TypeError(f"chunks: chunk {i} holds a {type(array).__name__}, expected a jax.Array")
         if tuple(array.shape for array in chunk.data) != shapes:
             raise ValueError(
                 f"chunks: chunk {i} has arrays of shapes {[array.shape for array in chunk.data]}, expected "

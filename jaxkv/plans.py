@@ -21,10 +21,12 @@ _TABLE_SLOTS = 1 << 26  # a table of all slots finds equal ones faster than sort
 
 
 class Counts(NamedTuple):
-    """What became of the tokens of a call; the four add up to the tokens given.
+    """What became of the tokens of a call.
+
+    The four add up to the tokens that chunks cover and, with `gaps="zero"`, those between the chunks.
 
     Attributes:
-        moved: tokens whose rows move (of equal slots, all count).
+        moved: tokens whose rows move (of equal slots, all count), or whose slots are zeroed.
         skipped: negative slots, the skipped prefix, and rows that are not real.
         out_of_range: slots past the pool.
         bad_position: positions that cannot be served.
@@ -37,7 +39,7 @@ class Counts(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """A load, decided: a value that can be loaded as often as you like.
 
@@ -116,7 +118,8 @@ def plan(
         skip_prefix: tokens below this index are left alone.
         out_of_range: "raise", or "skip" to leave out tokens whose slot is past the pool.
         unique_slots: a promise that no two tokens share a slot, which saves looking for such.
-        num_pages: pages of the pool, where `cache` is a spec; without it slots are checked when loading.
+        num_pages: pages of the pool, where `cache` is a spec; without it slots are checked when loading. (Layer by
+            layer nothing sees the pool before the caller's own program: there a slot past it is left out.)
         data_later: chunks may be descriptions without data, which comes layer by layer (see `fetch_layers`).
 
     Returns:

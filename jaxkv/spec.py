@@ -53,7 +53,7 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", layouts.named(self.layout))
-        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        object.__setattr__(self, "dtype", _dtype_of(self.dtype))
         checks.check_dtype(self.dtype, "dtype")
         for name in ("num_layers", "num_kv_heads", "head_dim", "page_size"):
             value = getattr(self, name)
@@ -68,7 +68,10 @@ class CacheSpec:
             if rope is not None and not isinstance(rope, Rope):
                 raise TypeError(f"rope: expected a Rope or None for layer {layer}, got {type(rope).__name__}")
             if rope is not None:
-                checked_window(rope.pairs, rope.pairing, rope.pair_distance or 0, self.rope_offset, self.head_dim)
+                try:
+                    checked_window(rope.pairs, rope.pairing, rope.pair_distance or 0, self.rope_offset, self.head_dim)
+                except ValueError as error:
+                    raise ValueError(f"rope: with rope_offset and head_dim, {error}") from None
         if not isinstance(self.model, str):
             raise TypeError(f"model: expected a string, got {self.model!r}")
         if not self.pool_layout.has_axis("page"):
@@ -168,6 +171,16 @@ class CacheSpec:
         return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size)
 
 
+def _dtype_of(dtype: Any) -> np.dtype:
+    """The dtype; None, which NumPy takes for float64, is none."""
+    try:
+        if dtype is not None:
+            return np.dtype(dtype)
+    except TypeError:
+        pass
+    raise TypeError(f"dtype: expected a dtype such as jnp.bfloat16 or 'bfloat16', got {dtype!r}")
+
+
 @functools.lru_cache(maxsize=1024)
 def _ropes(spec: CacheSpec, layers: range) -> tuple[Rope, ...]:
     return tuple(dict.fromkeys(rope for layer in layers if (rope := spec.rope_of_layer[layer]) is not None))
@@ -210,7 +223,7 @@ class Pool:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PagedCache:
     """Paged KV arrays and what they are; a pytree whose leaves are the arrays.
 
@@ -226,6 +239,12 @@ class PagedCache:
     def __post_init__(self) -> None:
         if not isinstance(self.spec, CacheSpec):
             raise TypeError(f"spec: expected a CacheSpec, got {type(self.spec).__name__}")
+
+    def __repr__(self) -> str:
+        # Not the values: a log wants to know what it is, and a consumed cache has none.
+        shapes = [getattr(leaf, "shape", leaf) for leaf in jax.tree.leaves(self.pages)]
+        arrays = f"{len(shapes)} arrays of {shapes[0]}" if len(set(map(str, shapes))) == 1 else str(shapes)
+        return f"PagedCache({arrays}, {self.spec!r})"
 
     @property
     def num_pages(self) -> int:

@@ -62,6 +62,8 @@ def fetch_layers(
         for i, chunk in enumerate(plan.chunks):
             if not chunk.data:
                 raise ValueError(f"plan: chunk {i} has no data; give it with parts=")
+            if any(not checks.is_traced(array) and array.is_deleted() for array in chunk.data):
+                raise ValueError(f"plan: an array of chunk {i} was deleted or recycled by an earlier call")
     source = _Source(plan, parts, grouped)
     begins = [layers.start for layers in source.groups]
     if first_layer not in begins:
@@ -150,7 +152,8 @@ class _Source:
         if not runs:
             runs.append(Run((), self._slots[0], (), Layout("token head dim"), 0, 0))
         first = layers.start if self._is_slab else None
-        return Staged(tuple(runs), self._plan.row_of_token, self._spec, turn, first, len(layers))
+        of_plan = (self._spec, turn, first, len(layers), self._plan.num_slots)
+        return Staged(tuple(runs), self._plan.row_of_token, *of_plan)
 
     def _slots_of_runs(self) -> list[Any]:
         """The slots of each run's rows; those to be zeroed follow the last ones."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ..layout import Layout
 from ..ops import checks, primitive, windows
 from ..ops.scatter import scatter_leaves
+from ..ops.sharding import describe_pool
 from ..ops.transfer import Transfer, Turn
 from ..spec import CacheSpec
 from .pages import pages_of, transfer_of
@@ -52,6 +53,7 @@ class Staged:
         turn: how keys turn on their way in, None where they do not.
         layer: the (first) layer, where the cache holds all layers in one array; else None, for all layers are alike.
         num_layers: layers in it: 1, or those of a group that shares an array.
+        num_slots: slots of the pool that its slots were checked against; None where they were not.
     """
 
     runs: tuple[Run, ...]
@@ -60,6 +62,7 @@ class Staged:
     turn: Turn | None = dataclasses.field(metadata={"static": True})
     layer: int | None = dataclasses.field(metadata={"static": True})
     num_layers: int = dataclasses.field(default=1, metadata={"static": True})
+    num_slots: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def kv(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """The layer's K and V as they are to be written, keys turned.
@@ -167,6 +170,12 @@ def write(page: Any, staged: Staged, *, implementation: str | None = None) -> An
         raise TypeError(f"staged: expected what fetch_layers yields, got {type(staged).__name__}")
     pages = pages_of(page, staged.spec, staged.num_layers, "page")
     leaves = pages.leaves
+    transfer = staged._transfer(staged.runs[0])
+    num_pages, _ = describe_pool(transfer.pool, transfer.sizes, tuple(leaf.shape for leaf in leaves))
+    if staged.num_slots is not None and num_pages * staged.spec.page_size < staged.num_slots:
+        raise ValueError(
+            f"page: has {num_pages * staged.spec.page_size} slots, the load was planned for {staged.num_slots}"
+        )
     scatter = scatter_leaves if checks.is_tracing(leaves) else _scatter_jit
     for run in staged.runs:
         if run.slots.shape[0] == 0:

@@ -195,6 +195,10 @@ def store_layer(
         slots = store_plan(spec, slots, layers=len(layers), tuning=tuning, **options)
     elif options:
         raise TypeError(f"slots: a StorePlan has its options already, got {sorted(options)}")
+    elif spec is not None and spec != slots.spec:
+        raise ValueError("spec: another one than the StorePlan was made for; it is not needed beside one")
+    if ring is not None and not isinstance(ring, host.Ring):
+        raise TypeError(f"ring: expected a jaxkv.host.Ring, got {ring!r}")
     plan: StorePlan = slots
     spec, chosen = plan.spec, plan.chosen
     if implementation is not None:
@@ -245,6 +249,8 @@ def join_layers(parts: Iterable[LayerPart]) -> tuple[Chunk, ...]:
         TypeError: an entry is no `LayerPart`.
         ValueError: layers are missing, out of order or grouped unevenly, or the parts are not of the same tokens.
     """
+    if isinstance(parts, LayerPart) or not isinstance(parts, Iterable):
+        raise TypeError(f"parts: expected the parts of all layers, got one {type(parts).__name__}")
     sent = list(parts)
     for i, part in enumerate(sent):
         if not isinstance(part, LayerPart):

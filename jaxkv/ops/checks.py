@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,9 +50,14 @@ def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[j
     if all(
         isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_deleted()) for leaf in leaves
     ):
-        if leaves and _nested_as(tree, layout.levels, layers):
+        if leaves and _nested_as(tree, layout.levels, layers) and not (len(leaves) > 1 and _has_mapping(tree)):
             return leaves, structure
     # Something is wrong: say what, and where in the tree.
+    if _has_mapping(tree) and len(leaves) > 1:
+        raise TypeError(
+            f"{name}: got {_kind_of(tree)}, expected tuples or lists in the order of the layers, "
+            f"{_describe(layout, layers)}; JAX orders a dict's arrays by their keys, layers.10 before layers.2"
+        )
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not paths:
         raise ValueError(f"{name}: there are no arrays in {tree!r}, expected {_describe(layout, layers)}")
@@ -65,6 +70,17 @@ def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[j
             raise ValueError(f"{where}: this array was deleted or donated to an earlier call; use that call's result")
     found = f"{len(tree)} entries and {len(paths)} arrays" if isinstance(tree, Sequence) else f"{len(paths)} arrays"
     raise ValueError(f"{name}: got {found}, expected {_describe(layout, layers)}")
+
+
+def _has_mapping(tree: Any) -> bool:
+    """Whether a tree of sequences has a dict in it, whose arrays come in the order of its keys."""
+    if isinstance(tree, Mapping):
+        return True
+    return isinstance(tree, (list, tuple)) and any(map(_has_mapping, tree))
+
+
+def _kind_of(tree: Any) -> str:
+    return type(tree).__name__ if isinstance(tree, Mapping) else f"a dict inside a {type(tree).__name__}"
 
 
 def _nested_as(tree: Any, levels: Sequence[str], layers: int) -> bool:

@@ -45,9 +45,12 @@ def read_config(config: Any, *, layer_type: str | None, sequence_length: int | N
         The fields for `Rope`.
 
     Raises:
+        TypeError: for a config that is neither a mapping nor an object with fields.
         ValueError: for a model without rotary positions, an unknown rope type or field, a field that is
             missing, malformed or contradicts another one (named), or a pairing that nothing tells.
     """
+    if config is None or isinstance(config, (str, bytes, int, float, list, tuple)):
+        raise TypeError(f"config: expected a mapping or an object with a config's fields, got {config!r}")
     fields = Config(config)
     name = _model_type(fields)
     if (text := fields.get("text_config")) is not None:

@@ -141,8 +141,9 @@ def load(
     """Copies chunks into the pages.
 
     `load(cache, chunks, slots, **options)` is `load(cache, plan(cache, chunks, slots, **options))`. On the device it
-    takes `tuning.staging` chunks of memory. Dispatched, not waited for, except on the overlapped path, which bounds
-    that memory by waiting for a chunk's arrival before it sends the one `tuning.staging` further on.
+    takes `tuning.staging` chunks of memory, and one more on the overlapped path. Dispatched, not waited for, except on
+    that path, which bounds its memory by waiting for a chunk's arrival before it sends the one `tuning.staging` further
+    on.
 
     Args:
         cache: the pages; consumed unless `donate=False`: its arrays are deleted, even where the backend made a

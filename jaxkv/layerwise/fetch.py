@@ -36,8 +36,9 @@ def fetch_layers(
 
     Args:
         plan: of `jaxkv.plan`; with `parts` its chunks may be descriptions without data.
-        ahead: layers (or groups that share an array) that are on their way beyond the current one. Two keep the link
-            busy; more make the copies wait for computations that were queued before them.
+        ahead: layers (or groups that share an array) that are on their way beyond the current one. With none
+            nothing overlaps (a copy waits for what was queued before it); with 8 or 32 a forward pass was slower than
+            with 2.
         parts: the chunks' arrays where they come later: for each layer (or group) in order, a sequence with the
             arrays of each chunk (or a `LayerPart`), asked for when they are to be sent.
         first_layer: where to begin, the first layer of an array; `parts` begin with its.

@@ -5,6 +5,7 @@ gathered (or the last is scattered). So the device memory a call takes is that o
 tokens; and every chunk of a store has the same shape, so that a request of another length compiles nothing.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ def store(
         out_of_range: "raise", or "skip" to treat slots past the pool as negative ones; under a tracer, and with
             "skip", no device array is read.
         into: chunks that are no longer needed: their pinned buffers take the new ones, and they are consumed. With
-            enough of them no host memory is pinned, and the copy engine fills them directly.
+            enough of them no more host memory is taken than they hold.
         path: "overlapped", "engine" or "direct" (see `jaxkv.paths`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
@@ -94,24 +95,22 @@ def store(
     )
     count = len(chosen.slots)
     recycled = _recycled(into, spec, format, chosen.rows, count)
-    traced = checks.is_tracing((*pool.leaves, chosen.slots))
-    options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
-    # Where there is nothing to store, nothing is missing to write into.
-    hosts = [array for chunk in recycled for array in chunk.data] if recycled or not count else None
+    traced = checks.is_tracing()
+    hosts = [array for chunk in recycled for array in chunk.data]
     nbytes = count * chosen.rows * spec.bytes_per_token
-    way = paths.choose(path, pool, hosts, nbytes=nbytes, **options)
+    way = paths.choose(path, pool, hosts, traced=traced, nbytes=nbytes, implementation=implementation, tuning=tuning)
     if count == 0:
         return ()
     if traced:
         data = paths.save_traced(pool, chosen.slots, groups, implementation)
     elif way.path == "overlapped":
-        for array in hosts or ():
+        for array in hosts:
             array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
         data = paths.save_overlapped(pool, chosen.slots, groups, way, implementation)
     else:
         held = len(recycled)
         try:
-            data = paths.save_into(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
+            data = paths.save_pinned(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
         except (RuntimeError, ValueError) as error:
             if "external reference" not in str(error):
                 raise
@@ -119,10 +118,8 @@ def store(
                 "into: a NumPy or DLPack view of one of these chunks is held (np.asarray(chunk.data[0]) makes one that "
                 "lives as long as the array), so its memory cannot be written; Chunk.rows() copies and leaves none"
             ) from error
-        if held < count:
-            rest = paths.choose("overlapped", pool, None, nbytes=nbytes, **options)
-            data += paths.save_overlapped(pool, chosen.slots[held:], groups, rest, implementation)
-        for array in hosts or ():
+        data += paths.save_pinned(pool, chosen.slots[held:], groups, way)
+        for array in hosts:
             array.delete()  # a CPU donates nothing that NumPy has a view of
     return chunks_of(data, chosen, Fingerprint.of(spec, format))
 
@@ -175,22 +172,23 @@ def load(
             raise TypeError("slots: missing; give the slot of each token, or a plan")
         plan = make_plan(cache, chunks, slots, **options)
     # What is traced need not be the pages: a jitted function may close over them, and they outlive its tracing.
-    traced = checks.is_tracing((*pool.leaves, *jax.tree.leaves(plan)))
+    traced = checks.is_tracing()
     if donate and not traced:
         check_distinct(pool)
 
-    slots_of = plan.slots_by_chunk()
-    moving = [k for k, chunk_slots in enumerate(slots_of) if _may_move(chunk_slots)]
+    slots_of, moving = plan.slots_by_chunk(), plan.moving()
     zeroing = _may_move(plan.zero_slots)
     if not moving and not zeroing:
         # Not the caller's own arrays: who keeps the cache may well donate the result.
         return cache if donate or traced else jax.tree.map(jnp.copy, cache)
     turning, positions = plan.positions is not None, plan.positions_by_chunk()
+    formats = {id(chunk.fingerprint): chunk.format for chunk in plan.chunks}
+    groups = {kind: groups_of(spec, format, turning) for kind, format in formats.items()}
     parts = []
     for k in moving:
         chunk = plan.chunks[k]
-        parts.append(Part(slots_of[k], chunk.data, groups_of(spec, chunk.format, turning), positions[k]))
-    nbytes = sum(plan.chunks[k].nbytes for k in moving)
+        parts.append(Part(slots_of[k], chunk.data, groups[id(chunk.fingerprint)], positions[k]))
+    nbytes = spec.bytes_per_token * sum(plan.chunks[k].num_rows for k in moving)
     way = paths.choose(
         path,
         pool,
@@ -213,14 +211,12 @@ def load(
             restore.scatter(Part(_padded(plan.zero_slots, size), (), groups_of(spec, as_format(spec, None))), ())
     except Exception as error:
         if not traced:  # what is traced has written nothing, and must not outlive its tracing
-            left = jax.tree.unflatten(pool.structure, restore.leaves)
-            error.cache = PagedCache(left, spec)  # type: ignore[attr-defined]
+            error.cache = PagedCache.of(dataclasses.replace(pool, leaves=tuple(restore.leaves)), spec)  # type: ignore[attr-defined]
         raise
-    leaves = restore.leaves
     if donate and not traced:
         for leaf in pool.leaves:
             leaf.delete()
-    return PagedCache(jax.tree.unflatten(pool.structure, leaves), spec)
+    return PagedCache.of(dataclasses.replace(pool, leaves=tuple(restore.leaves)), spec)
 
 
 def chunks_of(data: Sequence[tuple[jax.Array, ...]], chosen: Selection, fingerprint: Fingerprint) -> tuple[Chunk, ...]:
@@ -238,18 +234,21 @@ def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | 
     primitive.check_implementation(implementation)
     if tuning is not None and not isinstance(tuning, Tuning):
         raise TypeError(f"tuning: expected a Tuning, got {tuning!r}")
-    return cache.spec, cache.spec.check(cache.pages), tuning or Tuning()
+    return cache.spec, cache.pool, tuning or Tuning()
 
 
 def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
     """A plan may have been made for another pool, or for none: its slots are checked against this one."""
-    check_chunks(spec, plan.chunks)
+    if plan.spec is spec:
+        plan.check()
+    else:
+        check_chunks(spec, plan.chunks)
     if plan.spec.page_size != spec.page_size:
         raise ValueError(
             f"plan: made for pages of {plan.spec.page_size} tokens, the cache has pages of {spec.page_size}: a slot is "
             f"another token there"
         )
-    if plan.out_of_range != "raise" or checks.is_traced(plan.slots):
+    if plan.out_of_range != "raise" or checks.is_traced(plan.slots) or plan.slots_fit(pool.num_slots):
         return
     if not any((known(slots, read=True) >= pool.num_slots).any() for slots in (plan.slots, plan.zero_slots)):
         return
@@ -282,22 +281,23 @@ def _recycled(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows:
     if isinstance(into, Chunk) or not isinstance(into, Iterable):
         raise TypeError(f"into: expected a sequence of chunks, got {type(into).__name__}")
     chunks = list(into)[:count]
-    shapes = format.shapes(spec, rows)
+    shapes, traced = list(format.shapes(spec, rows)), checks.is_tracing()
+    dtypes = [spec.dtype] * len(shapes)
     seen: set[int] = set()
     for k, chunk in enumerate(chunks):
         if not isinstance(chunk, Chunk):
             raise TypeError(f"into: entry {k} is no Chunk but {type(chunk).__name__}")
-        for array, shape in zip(chunk.data, shapes, strict=False):
-            if checks.is_traced(array):
-                raise TypeError("into: chunks are recycled outside of jit alone")
+        if traced and any(map(checks.is_traced, chunk.data)):
+            raise TypeError("into: chunks are recycled outside of jit alone")
+        if [array.shape for array in chunk.data] != shapes or [array.dtype for array in chunk.data] != dtypes:
+            raise ValueError(
+                f"into: chunk {k} has arrays of {[(a.shape, str(a.dtype)) for a in chunk.data]}, this store needs "
+                f"{[(s, str(np.dtype(spec.dtype))) for s in shapes]}"
+            )
+        for array in chunk.data:
             if array.is_deleted() or id(array) in seen:
                 raise ValueError(f"into: chunk {k} was deleted, or is given twice")
             seen.add(id(array))
-            if array.shape != shape or array.dtype != spec.dtype or len(chunk.data) != len(shapes):
-                raise ValueError(
-                    f"into: chunk {k} has arrays of {[(a.shape, str(a.dtype)) for a in chunk.data]}, this store needs "
-                    f"{[(s, str(np.dtype(spec.dtype))) for s in shapes]}"
-                )
             if array.sharding.memory_kind != host.PINNED:
                 raise ValueError(
                     f"into: chunk {k} is in memory kind {array.sharding.memory_kind!r}, expected {host.PINNED!r}"

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -308,15 +308,21 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool =
         for array in chunk.data:
             if array.dtype != spec.dtype:
                 raise TypeError(f"chunks: chunk {i} holds {array.dtype}, the cache {np.dtype(spec.dtype)}")
-            if checks.is_traced(array):
-                continue
-            if array.is_deleted():
-                raise ValueError(f"chunks: an array of chunk {i} was deleted or donated to an earlier call")
-            if array.sharding.memory_kind == "unpinned_host":
+            if not checks.is_traced(array) and array.sharding.memory_kind == "unpinned_host":
                 raise ValueError(
                     f"chunks: chunk {i} is in memory kind 'unpinned_host', expected 'pinned_host' (or 'device')"
                 )
+    check_alive(parts)
     return parts
+
+
+def check_alive(chunks: Sequence[Chunk]) -> None:
+    """Raises ValueError where an array of a chunk was deleted: all that can change about chunks that were checked."""
+    if checks.are_alive([array for chunk in chunks for array in chunk.data]):
+        return
+    for i, chunk in enumerate(chunks):
+        if not checks.are_alive(chunk.data):
+            raise ValueError(f"chunks: an array of chunk {i} was deleted or donated to an earlier call")
 
 
 def known(values: Any, read: bool) -> Any:

@@ -141,7 +141,7 @@ def store_layers(
     as_format(slots.spec, format, layers_per_array)  # a format that cannot be is found before the first step
     own = None
     if isinstance(cache, PagedCache):
-        leaves = cache.spec.check(cache.pages).leaves
+        leaves = cache.pool.leaves
         own = [[leaves[i] for i in _leaves_of(cache.spec, layer)] for layer in range(cache.spec.num_layers)]
     how = {"format": format, "ring": ring, "implementation": implementation}
     return _store(slots, own, layers_per_array, how)
@@ -229,7 +229,7 @@ def load_layers(
     decided = plan(cache, expected, slots, starts=starts, ends=ends, data_later=True, **options)
     if isinstance(cache, PagedCache):
         if donate:
-            check_distinct(cache.spec.check(cache.pages))
+            check_distinct(cache.pool)
         options["num_pages"] = cache.num_pages
     if starts is None and not any(checks.is_traced(chunk.num_tokens) for chunk in expected):
         ends = list(itertools.accumulate(int(chunk.num_tokens) for chunk in expected))
@@ -349,7 +349,7 @@ class _Target:
 
     def _written(self, layer: int, page: Any, staged: Staged | None, donate: bool) -> Any:
         leaves = jax.tree.leaves(page)
-        traced = checks.is_tracing(leaves)
+        traced = checks.is_tracing()
         if not traced and any(leaf.is_deleted() for leaf in leaves):
             raise ValueError(f"pages: those of layer {layer} were deleted or donated to an earlier call")
         if staged is None or not any(run.slots.shape[0] for run in staged.runs):

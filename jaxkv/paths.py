@@ -78,7 +78,7 @@ class Way(NamedTuple):
 def choose(
     path: str | None,
     pool: Pool,
-    hosts: Sequence[jax.Array] | None,
+    hosts: Sequence[jax.Array],
     *,
     traced: bool,
     nbytes: int,
@@ -90,7 +90,7 @@ def choose(
     Args:
         path: the caller's choice, or None.
         pool: the pages.
-        hosts: the chunks' arrays, where there are such to read from or to write into.
+        hosts: arrays of chunks to read from, or to write into.
         traced: whether the call is being traced.
         nbytes: bytes to move.
         implementation: of the ops; "xla" leaves the overlapped way alone.
@@ -107,15 +107,13 @@ def choose(
     why_not = None
     if traced:
         why_not = "inside jit, copies are part of the program"
-    elif hosts is None:
-        why_not = "it writes into pinned arrays that exist: give `into`"
     elif implementation == "xla":
         why_not = "it has no XLA form"
     elif len(pool.leaves[0].devices()) > 1:
         why_not = "the pool is on several devices"
     elif not native.available(platform or ""):
         why_not = f"no handlers for {platform}"
-    elif any(a.sharding.memory_kind != PINNED or a.devices() != pool.leaves[0].devices() for a in hosts):
+    elif any(s.memory_kind != PINNED or s.device_set != pool.leaves[0].devices() for s in _shardings_of(hosts)):
         why_not = "a chunk is not in pinned memory beside the pool's device"
     if path == "engine" and why_not is None and platform != "cuda":
         why_not = f"there is no copy engine on {platform}"
@@ -132,11 +130,17 @@ def choose(
     return Way(path, staging, batch)
 
 
+def _shardings_of(arrays: Sequence[jax.Array]) -> list[Any]:
+    """The different shardings of some arrays, of which there may be many with one."""
+    return list({id(sharding): sharding for sharding in [array.sharding for array in arrays]}.values())
+
+
 def batches(count: int, largest: int) -> Iterator[range]:
-    """Cuts a number of chunks into runs of powers of two, the longest first."""
+    """Cuts a number of chunks into runs of powers of two, the shortest first: it is queued soonest."""
     done = 0
     while done < count:
-        size = min(1 << ((count - done).bit_length() - 1), largest)
+        left = count - done
+        size = min(left & -left, largest)
         yield range(done, done + size)
         done += size
 
@@ -163,16 +167,19 @@ def save_overlapped(
     return chunks
 
 
-def save_into(pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, hosts: Sequence[Arrays]) -> list[Arrays]:
-    """The chunks of a store, written into pinned arrays, which are consumed: one tuple of them a chunk."""
-    chunks: list[list[jax.Array]] = [[] for _ in hosts]
-    for run in batches(len(hosts), way.batch):
+def save_pinned(
+    pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, hosts: Sequence[Arrays] | None = None
+) -> list[Arrays]:
+    """The chunks of a store, written into pinned arrays: new ones, or given ones (a tuple of them a chunk), which are
+    consumed."""
+    chunks: list[list[jax.Array]] = [[] for _ in table]
+    for run in batches(len(table), way.batch):
         first = 0
         for transfer, numbers, *_ in groups:
             held = len(transfer.chunk_kinds)
             placed = place_leaves(
                 table[run.start : run.stop].reshape(-1),
-                [leaf for k in run for leaf in hosts[k][first : first + held]],
+                None if hosts is None else [leaf for k in run for leaf in hosts[k][first : first + held]],
                 [pool.leaves[i] for i in numbers],
                 transfer=transfer,
                 num_chunks=len(run),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .chunk import Chunk, check_chunks, known
+from .chunk import Chunk, check_alive, check_chunks, known
 from .ops import checks
 from .ops.scatter import last_wins
 from .selection import Ranges, check_positions, check_ranges, check_skip_prefix, given_positions
@@ -68,9 +68,32 @@ class Plan:
     num_slots: int | None = dataclasses.field(metadata={"static": True})
     out_of_range: str = dataclasses.field(metadata={"static": True})
 
+    def check(self) -> None:
+        """Checks the chunks again: all about them where this is not a plan as `plan` made it, else what may change.
+
+        Raises:
+            TypeError, ValueError: as `plan`; of what `plan` made, a ValueError where an array was deleted since.
+        """
+        if self.__dict__.get("_as_made"):
+            check_alive(self.chunks)
+        else:
+            check_chunks(self.spec, self.chunks)
+
+    def slots_fit(self, num_slots: int) -> bool:
+        """Whether it is known, without a look at the slots, that a pool of that many has them all."""
+        return self.__dict__.get("_as_made", False) and self.num_slots is not None and self.num_slots <= num_slots
+
     def slots_by_chunk(self) -> list[Any]:
         """The slots of each chunk's rows, int32 `[rows]`."""
         return [self.slots[first:last] for first, last in self._spans()]
+
+    def moving(self) -> list[int]:
+        """The chunks of which a row may move; where slots are not known, all that have rows."""
+        spans = self._spans()
+        if not isinstance(self.slots, np.ndarray) or self.slots.min(initial=0) >= 0:
+            return [k for k, (first, last) in enumerate(spans) if last > first]
+        moved = np.concatenate([[0], np.cumsum(self.slots >= 0)])
+        return [k for k, (first, last) in enumerate(spans) if moved[last] > moved[first]]
 
     def positions_by_chunk(self) -> list[tuple[Any, Any] | None]:
         """Old and new positions of each chunk's rows, None for each where nothing turns."""
@@ -191,7 +214,10 @@ def plan(
         num_outside + gap_counts.out_of_range,
         num_bad,
     )
-    return Plan(tuple(parts), final, zero_slots, zeroed, row_of_token, moved_to, counts, spec, num_slots, out_of_range)
+    made = Plan(tuple(parts), final, zero_slots, zeroed, row_of_token, moved_to, counts, spec, num_slots, out_of_range)
+    # Not a field: a plan that is altered, or comes out of a program, is another one.
+    object.__setattr__(made, "_as_made", all(type(chunk.data) is tuple and chunk.data for chunk in parts))
+    return made
 
 
 def _wanted_positions(spec: CacheSpec, positions: Any, num_tokens: int, read: bool) -> Any:
@@ -247,7 +273,7 @@ def _row_of_token(token: Any, moves: Any, num_tokens: int, xp: Any) -> Any:
 
 def _pool_of(cache: PagedCache | CacheSpec, num_pages: int | None) -> tuple[CacheSpec, int | None]:
     if isinstance(cache, PagedCache):
-        return cache.spec, cache.spec.check(cache.pages).num_slots
+        return cache.spec, cache.num_slots
     if not isinstance(cache, CacheSpec):
         raise TypeError(f"cache: expected a PagedCache or a CacheSpec, got {type(cache).__name__}")
     return cache, None if num_pages is None else num_pages * cache.page_size

@@ -102,6 +102,9 @@ def select(
     ranges = _store_ranges(slot.shape[0], rows, starts, ends)
     prefix = check_skip_prefix(skip_prefix)
     position = _positions(spec, positions, slot.shape[0])
+    known_slots = isinstance(slot, np.ndarray) and not checks.is_traced(prefix)
+    if starts is None and known_slots and isinstance(position, np.ndarray):
+        return _consecutive(slot, position, ranges, rows, num_slots, int(prefix), out_of_range)
     token = ranges.starts[:, None] + np.arange(rows, dtype=np.int32)
     given = token < ranges.ends[:, None]
     token = np.where(given, token, np.int32(0))
@@ -109,7 +112,7 @@ def select(
         nowhere = np.full(token.shape, -1, np.int32)
         none = np.zeros((len(token), *position.shape[:-1], rows), np.int32)
         return Selection(nowhere, np.zeros_like(given), none, ranges.sizes)
-    xp: Any = jnp if isinstance(slot, jax.Array) or checks.is_traced(prefix) else np
+    xp: Any = np if known_slots else jnp
     at = xp.asarray(slot)[token]
     taken = given & (at >= 0) & (token >= prefix)
     if xp is np and out_of_range == "raise":
@@ -120,6 +123,22 @@ def select(
     xpos: Any = jnp if isinstance(position, jax.Array) else np
     held = xpos.where(given, position[..., token], xpos.asarray(0, np.int32))
     return Selection(xp.where(taken, at, xp.asarray(-1, np.int32)), taken, xpos.moveaxis(held, -2, 0), ranges.sizes)
+
+
+def _consecutive(
+    slot: np.ndarray, position: np.ndarray, ranges: Ranges, rows: int, num_slots: int, prefix: int, out_of_range: str
+) -> Selection:
+    """Chunks that follow one another, of known slots: the usual case, a few passes over them in place of a dozen."""
+    chunks, count = len(ranges.starts), len(slot)
+    table, held = np.full(chunks * rows, -1, np.int32), np.zeros((*position.shape[:-1], chunks * rows), np.int32)
+    table[prefix:count] = slot[prefix:]
+    held[..., :count] = position
+    if table.max(initial=-1) >= num_slots:
+        if out_of_range == "raise":
+            checks.check_slots_in_pool(table, num_slots)
+        table[table >= num_slots] = -1
+    table, held = table.reshape(chunks, rows), held.reshape(*position.shape[:-1], chunks, rows)
+    return Selection(table, table >= 0, np.moveaxis(held, -2, 0), ranges.sizes)
 
 
 def check_skip_prefix(skip_prefix: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -216,11 +217,6 @@ class Pool:
     num_pages: int
     num_slots: int
 
-    @property
-    def traced(self) -> bool:
-        """Whether a function over these arrays is being traced."""
-        return any(map(checks.is_traced, self.leaves))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -240,6 +236,9 @@ class PagedCache:
         if not isinstance(self.spec, CacheSpec):
             raise TypeError(f"spec: expected a CacheSpec, got {type(self.spec).__name__}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"pages": self.pages, "spec": self.spec}  # without what `pool` keeps, which does not pickle
+
     def __repr__(self) -> str:
         # Not the values: a log wants to know what it is, and a consumed cache has none.
         shapes = [getattr(leaf, "shape", leaf) for leaf in jax.tree.leaves(self.pages)]
@@ -247,11 +246,36 @@ class PagedCache:
         return f"PagedCache({arrays}, {self.spec!r})"
 
     @property
+    def pool(self) -> Pool:
+        """The arrays, checked: raises as `CacheSpec.check` does.
+
+        What was found is kept, since the checks of many arrays take longer than queueing a transfer of them; they are
+        made anew where `pages`, which may be a list, holds other arrays by now.
+        """
+        if checks.is_tracing():
+            return self.spec.check(self.pages)
+        leaves = jax.tree.leaves(self.pages)
+        kept: tuple[list[Any], Pool] | None = self.__dict__.get("_pool")
+        if kept and len(leaves) == len(kept[0]) and all(map(operator.is_, leaves, kept[0])) and checks.are_alive(leaves):
+            return kept[1]
+        pool = self.spec.check(self.pages)
+        object.__setattr__(self, "_pool", (leaves, pool))
+        return pool
+
+    @classmethod
+    def of(cls, pool: Pool, spec: CacheSpec) -> "PagedCache":
+        """A cache of arrays that were checked, or that an operation made of such."""
+        cache = cls(jax.tree.unflatten(pool.structure, pool.leaves), spec)
+        if not checks.is_tracing():
+            object.__setattr__(cache, "_pool", (list(pool.leaves), pool))
+        return cache
+
+    @property
     def num_pages(self) -> int:
         """Pages of each array."""
-        return self.spec.check(self.pages).num_pages
+        return self.pool.num_pages
 
     @property
     def num_slots(self) -> int:
         """Slots: pages times tokens a page."""
-        return self.spec.check(self.pages).num_slots
+        return self.pool.num_slots

@@ -26,7 +26,7 @@ WAYS = {
     "direct": {"implementation": "ffi", "path": "direct"},
 }
 WAYS = {name: way for name, way in WAYS.items() if way["implementation"] in IMPLEMENTATIONS}
-"""Every way a load can take on a CPU; a store goes direct where it is given chunks to write into."""
+"""Every way that a store and a load can take on a CPU."""
 
 DTYPES = {
     "bf16": ml_dtypes.bfloat16,

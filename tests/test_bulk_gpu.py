@@ -26,11 +26,15 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 def store(cache, slots, way, **options):
-    """A store on the way asked for: those that write into pinned chunks get chunks of an earlier store."""
+    """A store on the way asked for, into chunks of an earlier one that went the same way into new memory."""
     old = ()
     if way.get("path") in ("engine", "direct"):
-        old = jaxkv.store(cache, slots, implementation="ffi", **options)
-    return jaxkv.store(cache, slots, **options, **way, into=old)
+        old = jaxkv.store(cache, slots, **options, **way)
+        before = [row.copy() for chunk in old for row in chunk.rows()]
+    chunks = jaxkv.store(cache, slots, **options, **way, into=old)
+    if old and "format" not in options:
+        helpers.assert_same([row for chunk in chunks for row in chunk.rows()], before)
+    return chunks
 
 
 def round_trip(model: Model, way, num_tokens: int, chunk_tokens: int, **options) -> None:

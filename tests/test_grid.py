@@ -262,8 +262,8 @@ def run(cell: Cell) -> None:
     options = dict(ranges, chunk_tokens=cell["chunk_tokens"], format=job.format, implementation=implementation)
 
     cache = model.cache(arrays, sharding)
-    chunks = jaxkv.store(cache, job.as_given(source), **options)
-    if cell["way"] == "direct":  # the old chunks' memory is that of the new ones
+    chunks = jaxkv.store(cache, job.as_given(source), **options, path=way.get("path"))
+    if way.get("path") == "direct":  # the old chunks' memory is that of the new ones
         chunks = jaxkv.store(model.cache(arrays), job.as_given(source), **options, into=chunks, path="direct")
     helpers.stored(model, arrays, chunks, source, starts, ends, job.prefix)
     helpers.assert_same(cache.pages, arrays, "N3: the pool that was stored from")

@@ -29,6 +29,15 @@ class Overlap(NamedTuple):
     enqueue: float
 
 
+def _layer(hidden: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.tanh(hidden @ weights)
+
+
+def _writing_layer(hidden: jax.Array, weights: jax.Array, page: Any, staged: layerwise.Staged) -> tuple[jax.Array, Any]:
+    page = layerwise.write(page, staged)
+    return _layer(hidden, weights), page
+
+
 class Forward:
     """The forward pass, layer after layer.
 
@@ -42,7 +51,8 @@ class Forward:
         keys = jax.random.split(jax.random.key(0), 3)
         self._weights = [jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys[:2]]
         self._input = jax.random.normal(keys[2], (rows, width), jnp.bfloat16)
-        self._layer = jax.jit(lambda hidden, weights: jnp.tanh(hidden @ weights))
+        self._layer = jax.jit(_layer)
+        self._writing_layer = jax.jit(_writing_layer, donate_argnums=2)
         self.layers = layers
 
     def start(self) -> jax.Array:
@@ -53,6 +63,10 @@ class Forward:
         """The output of layer i."""
         return self._layer(hidden, self._weights[i % 2])
 
+    def writing_layer(self, hidden: jax.Array, i: int, page: Any, staged: layerwise.Staged) -> tuple[jax.Array, Any]:
+        """The output of layer i, and its pages with what was loaded, in one program: it waits for its own KV."""
+        return self._writing_layer(hidden, self._weights[i % 2], page, staged)
+
     def run(self) -> tuple[jax.Array, Any]:
         """All layers, and nothing beside them."""
         hidden = self.start()
@@ -61,20 +75,43 @@ class Forward:
         return hidden, None
 
 
-def measure(run: Callable[[], tuple[Any, Any]], *, repeats: int = 9, warm: int = 2) -> Overlap:
-    """Medians of a run that returns the last activations and whatever else it started."""
-    for _ in range(warm):
-        jax.block_until_ready(run())
-    seen = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        hidden, rest = run()
-        queued = time.perf_counter() - start
-        jax.block_until_ready(hidden)
-        computed = time.perf_counter() - start
-        jax.block_until_ready(rest)
-        seen.append((computed, time.perf_counter() - start, queued))
-        del hidden, rest
+def measure(run: Callable[[], tuple[Any, Any]]) -> Overlap:
+    """Seconds of a run that returns the last activations and whatever else it started."""
+    start = time.perf_counter()
+    hidden, rest = run()
+    queued = time.perf_counter() - start
+    jax.block_until_ready(hidden)
+    computed = time.perf_counter() - start
+    jax.block_until_ready(rest)
+    return Overlap(computed, time.perf_counter() - start, queued)
+
+
+def beside(
+    alone: Callable[[], tuple[Any, Any]], run: Callable[[], tuple[Any, Any]], *, repeats: int = 9, warm: int = 6
+) -> tuple[Overlap, Overlap]:
+    """How much longer a computation takes with something beside it.
+
+    The device's clocks follow the power that was drawn in the last tenths of a second, by more than what is to be
+    measured. So each is repeated until it sees the clocks that it would see if it went on for ever, and the computation
+    alone is measured before and after.
+
+    Args:
+        alone: the computation.
+        run: the same with something beside it.
+        repeats: of each, for the medians.
+        warm: repeats before, each time.
+
+    Returns:
+        What is added to the last product, to the last byte and to the time of queueing, as shares of the computation
+        alone; and the seconds of the run.
+    """
+    before, seen, after = (_medians(call, repeats, warm) for call in (alone, run, alone))
+    base = (before.total + after.total) / 2
+    return Overlap(seen.compute / base - 1, seen.total / base - 1, (seen.enqueue - before.enqueue) / base), seen
+
+
+def _medians(run: Callable[[], tuple[Any, Any]], repeats: int, warm: int) -> Overlap:
+    seen = [measure(run) for _ in range(warm + repeats)][warm:]
     return Overlap(*(statistics.median(column) for column in zip(*seen, strict=True)))
 
 
@@ -135,7 +172,7 @@ class LayerByLayer:
             plan: of `plan`, made beforehand, as an engine makes it while the step before computes; by default made
                 here.
             ahead: of `fetch_layers`.
-            waits: whether a layer's write comes before its own computation, which then waits for it, or after.
+            waits: whether a layer's write is part of its own computation, which then waits for it, or comes after.
         """
         plan = self.plan() if plan is None else plan
         hidden: Any = forward.start() if forward else None
@@ -143,20 +180,20 @@ class LayerByLayer:
         for staged in layerwise.fetch_layers(plan, ahead=ahead, grouped=self._group > 1):
             layers = range(first, first + staged.num_layers)
             first = layers.stop
-            if waits:
-                self._write_group(layers, staged)
-            if forward is not None:
-                for layer in layers:
-                    hidden = forward.layer(hidden, layer)
-            if not waits:
-                self._write_group(layers, staged)
+            pages, rest = self._pages_of(layers), layers
+            if forward is not None and waits:
+                hidden, pages = forward.writing_layer(hidden, layers.start, pages, staged)
+                rest = layers[1:]
+            for layer in rest if forward is not None else ():
+                hidden = forward.layer(hidden, layer)
+            if forward is None or not waits:
+                pages = self._write(pages, staged)
+            self.pages[layers.start : layers.stop] = pages if len(layers) > 1 else [pages]
         return hidden, list(self.pages)
 
-    def _write_group(self, layers: range, staged: layerwise.Staged) -> None:
-        if len(layers) == 1:
-            self.pages[layers.start] = self._write(self.pages[layers.start], staged)
-        else:
-            self.pages[layers.start : layers.stop] = self._write(tuple(self.pages[layers.start : layers.stop]), staged)
+    def _pages_of(self, layers: range) -> Any:
+        pages = self.pages[layers.start : layers.stop]
+        return tuple(pages) if len(layers) > 1 else pages[0]
 
 
 def _with_rope(spec: CacheSpec, rope: Rope) -> CacheSpec:

@@ -172,16 +172,12 @@ class Bench:
             for ahead in (8, 32) if tokens == 8192 else ():
                 calls[f"load, {ahead} layers ahead"] = partial(run.load, forward, plan=plan, ahead=ahead)
             for name, call in calls.items():
-                # The forward pass alone is measured before and after, since clocks drift with what ran before.
-                before = overlap.measure(forward.run, repeats=5)
-                beside = overlap.measure(call)
-                after = overlap.measure(forward.run, repeats=5)
-                alone = (before.total + after.total) / 2
+                share, seen = overlap.beside(forward.run, call, **({"repeats": 3, "warm": 1} if self._quick else {}))
+                alone = seen.total / (1 + share.total)
                 label = name if group == 1 else f"{name}, {group} layers an array"
-                slower = [100 * (seconds / alone - 1) for seconds in (beside.compute, beside.total)]
-                case, enqueue = f"{tokens} tokens", beside.enqueue * 1e3
-                self._add("beside a forward pass", f"{label}: last product", case, slower[0], "%")
-                self._add("beside a forward pass", f"{label}: last byte", case, slower[1], "%", enqueue_ms=enqueue)
+                case, enqueue = f"{tokens} tokens", seen.enqueue * 1e3
+                self._add("beside a forward pass", f"{label}: last product", case, 100 * share.compute, "%")
+                self._add("beside a forward pass", f"{label}: last byte", case, 100 * share.total, "%", enqueue_ms=enqueue)
         self._add("beside a forward pass", "the forward pass alone", f"{layers} layers", alone * 1e3, "ms")
 
 

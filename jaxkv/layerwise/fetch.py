@@ -74,16 +74,28 @@ def fetch_layers(
 
 def _fetch(source: "_Source", first: int, ahead: int) -> Iterator[Staged]:
     coming = iter(source.groups[first:])
-    waiting = deque((layers, source.send(layers)) for layers in itertools.islice(coming, ahead + 1))
+    waiting: deque[tuple[range, list[tuple[jax.Array, ...]]]] = deque()
+
+    def send(count: int) -> None:
+        waiting.extend((layers, source.send(layers)) for layers in itertools.islice(coming, count))
+
+    send(1)
+    is_first = True
     while waiting:
         layers, arrays = waiting.popleft()
         steps = [layers] if source.grouped else [range(layer, layer + 1) for layer in layers]
         for step in steps:
-            yield source.staged(step, layers, arrays)
+            staged = source.staged(step, layers, arrays)
+            if is_first:
+                # The device is idle until the first layer is queued: what is sent before that costs time, but a
+                # copy that is sent after it waits until that layer was computed. So one more goes before it.
+                send(min(ahead, 1))
+                is_first = False
+            yield staged
             if step is steps[-1]:
-                # The caller has queued these layers and asks for the next one: their place is free.
-                waiting.extend((later, source.send(later)) for later in itertools.islice(coming, 1))
-        del arrays
+                # The caller has queued these layers and asks for the next one.
+                send(ahead + 1 - len(waiting))
+        del arrays, staged
 
 
 class _Source:
@@ -110,8 +122,8 @@ class _Source:
             )
         ]
         # Small tables are sent once, not with every layer, and behind the first layers' arrays.
-        arrays = [array for chunk in plan.chunks for array in chunk.data]
-        self._sharding = None if checks.is_tracing(arrays) else next((array.sharding for array in arrays), None)
+        arrays = (array for chunk in plan.chunks for array in chunk.data)
+        self._sharding = None if checks.is_tracing() else next((array.sharding for array in arrays), None)
         self._slots: list[Any] | None = None
         self._deltas: dict[tuple[Rope, ...], list[tuple[jax.Array, ...]]] = {}
         self._is_slab = self._spec.pool_layout.has_axis("layer")
@@ -178,7 +190,7 @@ class _Source:
 
     def _sent(self, tables: Sequence[Any]) -> list[jax.Array]:
         """Small tables, beside the chunks' device."""
-        if self._sharding is None or checks.is_tracing(tables):
+        if self._sharding is None or checks.is_tracing():
             return [jnp.asarray(table) for table in tables]
         return host.send_beside(tables, _device_sharding(self._sharding))
 

@@ -176,7 +176,7 @@ def write(page: Any, staged: Staged, *, implementation: str | None = None) -> An
         raise ValueError(
             f"page: has {num_pages * staged.spec.page_size} slots, the load was planned for {staged.num_slots}"
         )
-    scatter = scatter_leaves if checks.is_tracing(leaves) else _scatter_jit
+    scatter = scatter_leaves if checks.is_tracing() else _scatter_jit
     for run in staged.runs:
         if run.slots.shape[0] == 0:
             continue

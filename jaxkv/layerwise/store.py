@@ -220,7 +220,7 @@ def store_layer(
         return LayerPart((), *meta)
 
     statics: dict[str, Any] = {"transfer": transfer, "num_chunks": count, "implementation": implementation}
-    if checks.is_tracing((*leaves, plan.slots)):
+    if checks.is_tracing():
         data: Sequence[jax.Array] = host.place(_gather_chunks(plan.slots, leaves, **statics))
     else:
         checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")

@@ -22,9 +22,9 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
-def is_tracing(values: Iterable[Any]) -> bool:
-    """Whether a function is being traced: one of these values, or one that closes over all of them."""
-    return any(map(is_traced, values)) or jax.extend.core.get_opaque_trace_state() != _NOT_TRACING
+def is_tracing() -> bool:
+    """Whether a function is being traced, over values that a call gets or over none of them."""
+    return jax.extend.core.get_opaque_trace_state() != _NOT_TRACING
 
 
 _NOT_TRACING = jax.extend.core.get_opaque_trace_state()
@@ -47,9 +47,7 @@ def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[j
         ValueError: the pytree is not of the layout's levels, or an array was deleted.
     """
     leaves, structure = jax.tree.flatten(tree)
-    if all(
-        isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_deleted()) for leaf in leaves
-    ):
+    if are_alive(leaves):
         if leaves and _nested_as(tree, layout.levels, layers) and not (len(leaves) > 1 and _has_mapping(tree)):
             return leaves, structure
     # Something is wrong: say what, and where in the tree.
@@ -70,6 +68,13 @@ def arrays_of(tree: Any, layout: Layout, layers: int, name: str) -> tuple[list[j
             raise ValueError(f"{where}: this array was deleted or donated to an earlier call; use that call's result")
     found = f"{len(tree)} entries and {len(paths)} arrays" if isinstance(tree, Sequence) else f"{len(paths)} arrays"
     raise ValueError(f"{name}: got {found}, expected {_describe(layout, layers)}")
+
+
+def are_alive(leaves: Iterable[Any]) -> bool:
+    """Whether all of these are arrays that were not deleted."""
+    return all(
+        isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and not leaf.is_deleted()) for leaf in leaves
+    )
 
 
 def _has_mapping(tree: Any) -> bool:
@@ -106,9 +111,14 @@ def check_placement(arrays: Sequence[jax.Array], head_axes: Sequence[int | None]
         NotImplementedError: an array is sharded over another axis than heads.
     """
     first = arrays[0].sharding
+    before: tuple[Any, ...] = ()
     for i, (array, head_axis) in enumerate(zip(arrays, head_axes, strict=True)):
         sharding = array.sharding
-        kind, default, axis = _placement(sharding, array.shape, head_axis)
+        this = (sharding, array.shape, head_axis)
+        if this == before:
+            continue
+        before = this
+        kind, default, axis = _placement(*this)
         if kind not in (None, default):
             raise ValueError(f"{name}: array {i} is in memory kind {kind!r}, expected {default!r}")
         if sharding != first and sharding.device_set != first.device_set:
@@ -193,9 +203,13 @@ def slots_int32(slots: Any, *, name: str = "slots", read: bool = True) -> Any:
     if on_device and (is_traced(slots) or not read):
         return narrow_traced(slots if is_traced(slots) else _in_device_memory(slots))
     slots = np.asarray(slots)
+    if slots.dtype == np.int32:
+        return np.maximum(slots, np.int32(-1))
     if np.issubdtype(slots.dtype, np.unsignedinteger):
         return np.minimum(slots, slots.dtype.type(min(INT32_MAX, np.iinfo(slots.dtype).max))).astype(np.int32)
-    return np.clip(slots.astype(np.int64), -1, INT32_MAX).astype(np.int32)
+    if slots.dtype == np.int64:
+        return np.clip(slots, -1, INT32_MAX).astype(np.int32)
+    return np.maximum(slots.astype(np.int32), np.int32(-1))
 
 
 def _in_device_memory(array: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from . import native
+from .gather import gather_leaves
 from .scatter import split_operands
 from .sharding import describe
 from .transfer import Transfer, Turn, attributes, turn_attribute
@@ -24,18 +25,18 @@ from .transfer import Transfer, Turn, attributes, turn_attribute
 
 def place_leaves(
     slots: Any,
-    host: Sequence[jax.Array],
+    host: Sequence[jax.Array] | None,
     pages: Sequence[jax.Array],
     *,
     transfer: Transfer,
     num_chunks: int,
     staging: int,
 ) -> list[jax.Array]:
-    """Gathers the rows of some slots into pinned arrays, which are consumed.
+    """Gathers the rows of some slots into pinned arrays: given ones, which are consumed, or new ones.
 
     Args:
         slots: int32 `[num_chunks * rows]`; a slot that is not in the pool gives a row of zero bytes.
-        host: in pinned memory, the leaves of the first chunk, then those of the second, and so on.
+        host: in pinned memory, the leaves of the first chunk, then those of the second, and so on; None for new ones.
         pages: the pool leaves that `transfer` covers, on one device.
         transfer: the two layouts.
         num_chunks: chunks to fill.
@@ -45,8 +46,10 @@ def place_leaves(
     Returns:
         The host arrays, written in place.
     """
-    program = _place_program(host[0].sharding)
-    return list(program(host, slots, pages, transfer=transfer, num_chunks=num_chunks, staging=staging))
+    options: dict[str, Any] = {"transfer": transfer, "num_chunks": num_chunks, "staging": staging}
+    if host is None:
+        return list(_new_program(pages[0].sharding)(slots, pages, **options))
+    return list(_place_program(host[0].sharding)(host, slots, pages, **options))
 
 
 def fetch_leaves(
@@ -95,6 +98,22 @@ def _place_program(sharding: Any) -> Any:
 
     # The memory kind of a result is not inferred from its type: it is named here.
     return jax.jit(run, static_argnames=_STATIC, donate_argnums=0, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _new_program(sharding: Any) -> Any:
+    def run(slots: Any, pages: Any, *, transfer: Transfer, num_chunks: int, staging: int) -> Any:
+        with jax.named_scope("jaxkv.place"):
+            if on_cpu:
+                # Its memory is all of one kind: a gather's results are in pinned memory where the program says so.
+                return gather_leaves(slots, pages, transfer=transfer, num_chunks=num_chunks, implementation="ffi")
+            shapes = transfer.chunk_shapes(slots.shape[0] // num_chunks) * num_chunks
+            # Memory that nothing has written: CUDA has it from the runtime's pool, at no cost.
+            host = [jax.device_put(jax.lax.empty(shape, pages[0].dtype), jax.memory.Space.Host) for shape in shapes]
+            return _place_p.bind(slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
+
+    on_cpu = next(iter(sharding.device_set)).platform == "cpu"
+    return jax.jit(run, static_argnames=_STATIC, out_shardings=sharding.with_memory_kind("pinned_host"))
 
 
 @functools.lru_cache(maxsize=64)

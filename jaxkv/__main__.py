@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench.add_argument("--json", metavar="FILE", help="write the figures to a file")
     bench.add_argument("--peer", choices=["lmcache"], help="measure an installed peer in the same run")
 
+    bench.add_argument("--calibrate", action="store_true", help="print the Tuning that this machine asks for, no more")
+
     args = parser.parse_args(argv)
     # Imported here: what one command needs should not keep another from running.
     if args.command == "demo":
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "bench":
         from .bench.run import main as run_bench
 
-        return run_bench(quick=args.quick, json_file=args.json, peer=args.peer)
+        return run_bench(quick=args.quick, json_file=args.json, peer=args.peer, calibrating=args.calibrate)
     from .info import run as run_info
 
     return run_info(as_json=args.json)

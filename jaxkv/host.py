@@ -5,6 +5,8 @@ openxla/xla#47362): whatever picks rows runs on the device, before an array leav
 """
 
 import functools
+import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,10 @@ from .ops.transfer import Transfer
 
 PINNED = "pinned_host"
 
+_LOG = logging.getLogger("jaxkv.host")
+_SECONDS_PER_GIB = (0.3, 1.5)
+"""How long pinning took on the machines where it was measured."""
+
 Arrays = tuple[jax.Array, ...]
 
 
@@ -29,7 +35,13 @@ def place(arrays: Sequence[jax.Array]) -> Arrays:
     """
     if any(map(checks.is_traced, arrays)):
         return tuple(jax.device_put(array, jax.memory.Space.Host) for array in arrays)
-    return tuple(jax.device_put(list(arrays), [_pinned(array.sharding) for array in arrays]))
+    return _put(arrays, [_pinned(array.sharding) for array in arrays])
+
+
+def _put(arrays: Sequence[jax.Array], shardings: Sequence[Any]) -> Arrays:
+    if len(arrays) == 1:  # a list of one takes longer to queue
+        return (jax.device_put(arrays[0], shardings[0]),)
+    return tuple(jax.device_put(list(arrays), list(shardings)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -46,7 +58,7 @@ def fetch(arrays: Sequence[jax.Array], shardings: Sequence[Any] | None) -> Array
     """
     if shardings is None:
         return tuple(jax.device_put(array, jax.memory.Space.Device) for array in arrays)
-    return tuple(jax.device_put(list(arrays), list(shardings)))
+    return _put(arrays, shardings)
 
 
 def send_beside(tables: Sequence[Any], sharding: Any) -> list[jax.Array]:
@@ -68,6 +80,52 @@ def places_of(transfer: Transfer, arrays: Sequence[jax.Array], rows: int) -> lis
         return [(leaf.shape, sharding) for leaf in leaves.chunks]
     axes = leaves.split(arrays).mesh_axes
     return [(leaf.shape, leaf.sharding(sharding.mesh, axes)) for leaf in leaves.chunks]
+
+
+def reserve(nbytes: int, *, device: jax.Device | None = None) -> float:
+    """Has the runtime pin host memory now, so that no transfer waits for it later.
+
+    The runtime pins memory when it needs more, twice as much each time, and a transfer that asks for it waits: for a
+    large pool seconds. What is reserved stays with the runtime, and chunks are made of it, while no more than `nbytes`
+    of them are alive. To be called once, before the first transfer. Where host memory is not pinned (on a CPU) there
+    is nothing to do.
+
+    Args:
+        nbytes: of the chunks that are to be held at one time.
+        device: whose runtime; by default that of `jax.devices()[0]`.
+
+    Returns:
+        Seconds it took, 0 where there was nothing to do. They are logged (logger "jaxkv.host"), and what to expect is
+        logged before.
+
+    Raises:
+        ValueError: `nbytes` is no positive integer.
+        MemoryError: the runtime cannot have that much: its limit on pinned memory is lower, or the machine has less.
+    """
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+        raise ValueError(f"nbytes: expected an int of at least 1, got {nbytes!r}")
+    device = jax.devices()[0] if device is None else device
+    if device.platform == "cpu":
+        _LOG.info("host memory is not pinned on %s: nothing to reserve", device)
+        return 0.0
+    gib = nbytes / 2**30
+    low, high = (gib * seconds for seconds in _SECONDS_PER_GIB)
+    _LOG.info("pinning %.1f GiB of host memory for %s, which takes about %.0f to %.0f s", gib, device, low, high)
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
+    start = time.perf_counter()
+    try:
+        # Memory that nothing writes: it is pinned and given back, and the runtime's pool keeps it.
+        block = jax.jit(lambda: jax.lax.empty((nbytes,), jnp.uint8), out_shardings=pinned)()
+        block.block_until_ready().delete()
+    except jax.errors.JaxRuntimeError as error:
+        raise MemoryError(
+            f"reserve: the runtime cannot pin {gib:.1f} GiB of host memory. Its own limit is 64 GiB unless "
+            f"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise, which it reads once, before the first use of JAX's "
+            f"devices (`jaxkv info` shows it); what the machine has free is another ({error})"
+        ) from error
+    taken = time.perf_counter() - start
+    _LOG.info("pinned %.1f GiB in %.1f s", gib, taken)
+    return taken
 
 
 class Ring:

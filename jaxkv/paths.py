@@ -170,8 +170,10 @@ def save_overlapped(
 def save_pinned(
     pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, hosts: Sequence[Arrays] | None = None
 ) -> list[Arrays]:
-    """The chunks of a store, written into pinned arrays: new ones, or given ones (a tuple of them a chunk), which are
-    consumed."""
+    """The chunks of a store, written into pinned arrays.
+
+    Those are new ones, or given ones (a tuple of them a chunk), which are consumed.
+    """
     chunks: list[list[jax.Array]] = [[] for _ in table]
     for run in batches(len(table), way.batch):
         first = 0

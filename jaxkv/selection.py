@@ -130,15 +130,16 @@ def _consecutive(
 ) -> Selection:
     """Chunks that follow one another, of known slots: the usual case, a few passes over them in place of a dozen."""
     chunks, count = len(ranges.starts), len(slot)
-    table, held = np.full(chunks * rows, -1, np.int32), np.zeros((*position.shape[:-1], chunks * rows), np.int32)
-    table[prefix:count] = slot[prefix:]
+    flat, held = np.full(chunks * rows, -1, np.int32), np.zeros((*position.shape[:-1], chunks * rows), np.int32)
+    flat[prefix:count] = slot[prefix:]
     held[..., :count] = position
-    if table.max(initial=-1) >= num_slots:
+    if flat.max(initial=-1) >= num_slots:
         if out_of_range == "raise":
-            checks.check_slots_in_pool(table, num_slots)
-        table[table >= num_slots] = -1
-    table, held = table.reshape(chunks, rows), held.reshape(*position.shape[:-1], chunks, rows)
-    return Selection(table, table >= 0, np.moveaxis(held, -2, 0), ranges.sizes)
+            checks.check_slots_in_pool(flat, num_slots)
+        flat[flat >= num_slots] = -1
+    table = flat.reshape(chunks, rows)
+    by_chunk = held.reshape(*position.shape[:-1], chunks, rows)
+    return Selection(table, table >= 0, np.moveaxis(by_chunk, -2, 0), ranges.sizes)
 
 
 def check_skip_prefix(skip_prefix: Any) -> Any:

@@ -255,11 +255,11 @@ class PagedCache:
         if checks.is_tracing():
             return self.spec.check(self.pages)
         leaves = jax.tree.leaves(self.pages)
-        kept: tuple[list[Any], Pool] | None = self.__dict__.get("_pool")
-        if kept and len(leaves) == len(kept[0]) and all(map(operator.is_, leaves, kept[0])) and checks.are_alive(leaves):
-            return kept[1]
-        pool = self.spec.check(self.pages)
-        object.__setattr__(self, "_pool", (leaves, pool))
+        given, pool = self.__dict__.get("_pool", ((), None))
+        same = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
+        if pool is None or not same or not checks.are_alive(leaves):
+            pool = self.spec.check(self.pages)
+            object.__setattr__(self, "_pool", (leaves, pool))
         return pool
 
     @classmethod
@@ -267,7 +267,7 @@ class PagedCache:
         """A cache of arrays that were checked, or that an operation made of such."""
         cache = cls(jax.tree.unflatten(pool.structure, pool.leaves), spec)
         if not checks.is_tracing():
-            object.__setattr__(cache, "_pool", (list(pool.leaves), pool))
+            object.__setattr__(cache, "_pool", (pool.leaves, pool))
         return cache
 
     @property

@@ -1,5 +1,6 @@
 """Values that are compared and hashed on every call."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -30,3 +31,18 @@ def hashed_once(cls: type[T]) -> type[T]:
     cls.__hash__, cls.__eq__ = __hash__, __eq__  # type: ignore[method-assign]
     cls.__getstate__ = __getstate__  # type: ignore[method-assign]
     return cls
+
+
+def kept(value: Any, name: str, make: Callable[[], T]) -> T:
+    """What follows from a frozen value, made when it is first asked for and kept with it, outside of its fields.
+
+    What is a copy of the value, is pickled with it or comes out of a program does not have it.
+    """
+    found = value.__dict__.get(name, _NOTHING)
+    if found is _NOTHING:
+        found = make()
+        object.__setattr__(value, name, found)
+    return found
+
+
+_NOTHING = object()

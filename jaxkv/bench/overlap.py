@@ -181,11 +181,12 @@ class LayerByLayer:
             layers = range(first, first + staged.num_layers)
             first = layers.stop
             pages, rest = self._pages_of(layers), layers
-            if forward is not None and waits:
-                hidden, pages = forward.writing_layer(hidden, layers.start, pages, staged)
-                rest = layers[1:]
-            for layer in rest if forward is not None else ():
-                hidden = forward.layer(hidden, layer)
+            if forward is not None:
+                if waits:
+                    hidden, pages = forward.writing_layer(hidden, layers.start, pages, staged)
+                    rest = layers[1:]
+                for layer in rest:
+                    hidden = forward.layer(hidden, layer)
             if forward is None or not waits:
                 pages = self._write(pages, staged)
             self.pages[layers.start : layers.stop] = pages if len(layers) > 1 else [pages]

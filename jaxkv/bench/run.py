@@ -1,5 +1,8 @@
 """`jaxkv bench`: every figure in one run, the machine's ceilings first."""
 
+import contextlib
+import importlib
+import importlib.util
 import itertools
 import json
 import subprocess
@@ -16,6 +19,7 @@ from ..bulk import load, store
 from ..ops import native
 from ..spec import PagedCache
 from . import ceilings, kernels, overlap, transfers
+from .calibrate import calibrate
 from .rows import Row, save
 from .shapes import LLAMA_8B, MORE, SMALL
 from .timing import Timing, wall
@@ -175,26 +179,35 @@ class Bench:
                 share, seen = overlap.beside(forward.run, call, **({"repeats": 3, "warm": 1} if self._quick else {}))
                 alone = seen.total / (1 + share.total)
                 label = name if group == 1 else f"{name}, {group} layers an array"
-                case, enqueue = f"{tokens} tokens", seen.enqueue * 1e3
-                self._add("beside a forward pass", f"{label}: last product", case, 100 * share.compute, "%")
-                self._add("beside a forward pass", f"{label}: last byte", case, 100 * share.total, "%", enqueue_ms=enqueue)
+                part, case, enqueue = "beside a forward pass", f"{tokens} tokens", seen.enqueue * 1e3
+                self._add(part, f"{label}: last product", case, 100 * share.compute, "%")
+                self._add(part, f"{label}: last byte", case, 100 * share.total, "%", enqueue_ms=enqueue)
         self._add("beside a forward pass", "the forward pass alone", f"{layers} layers", alone * 1e3, "ms")
 
 
-def main(*, quick: bool, json_file: str | None, peer: str | None) -> int:
+def main(*, quick: bool, json_file: str | None, peer: str | None, calibrating: bool = False) -> int:
     """Runs the benchmark twice (once if quick), shows and saves the second run; returns the exit status."""
+    if calibrating:
+        print(calibrate(SMALL, sizes=(32, 64), tokens=256) if quick else calibrate(LLAMA_8B))
+        return 0
     command = " ".join(["jaxkv", *sys.argv[1:]])
     rows = list(_peer_rows(peer)) if peer else []
     for row in rows:
         print(row.line(), flush=True)
     first: list[Row] = []
-    if not quick:
-        print("a first run, for the noise", flush=True)
-        warm = Bench(quick=False, show=lambda row: None)
-        warm.run()
-        first = warm.rows
-    bench = Bench(quick=quick, show=lambda row: print(row.line(), flush=True))
-    bench.run()
+    with _progress() as step:
+        if not quick:
+            print("a first run, for the noise", flush=True)
+            warm = Bench(quick=False, show=lambda row: step(row.part))
+            warm.run()
+            first = warm.rows
+
+        def show(row: Row) -> None:
+            step(row.part)
+            print(row.line(), flush=True)
+
+        bench = Bench(quick=quick, show=show)
+        bench.run()
     noise = _noise(first, bench.rows)
     for part, largest in noise.items():
         print(f"{part}: the same row twice differs by {100 * largest:.1f} % (median of rows)")
@@ -202,6 +215,21 @@ def main(*, quick: bool, json_file: str | None, peer: str | None) -> int:
         save([*rows, *bench.rows], first, json_file, command, noise)
         print(f"wrote {json_file}")
     return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Counts rows on the terminal, where there is one and tqdm is installed (the extra `bench`)."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield lambda part: None
+        return
+    with importlib.import_module("tqdm").tqdm(unit=" rows", leave=False) as bar:
+
+        def step(part: str) -> None:
+            bar.set_description(part, refresh=False)
+            bar.update()
+
+        yield step
 
 
 def _noise(first: Sequence[Row], second: Sequence[Row]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from ..layout import Layout
 from ..ops import checks, windows
 from ..plans import Plan
 from ..rope import Rope, stacked_deltas
+from ..values import kept
 from .staged import Run, Staged
 from .store import LayerPart
 
@@ -138,11 +139,8 @@ class _Source:
         else:
             arrays = self._checked(next(self._parts, None), layers)
         flat = [array for of_chunk in arrays for array in of_chunk]
-        if any(map(checks.is_traced, flat)):
-            flat = list(host.fetch(flat, None))
-        elif flat:
-            flat = jax.device_put(flat, [_device_sharding(array.sharding) for array in flat])
-        sent = iter(flat)
+        traced = any(map(checks.is_traced, flat))
+        sent = iter(host.fetch(flat, None if traced else [_device_sharding(array.sharding) for array in flat]))
         return [tuple(next(sent) for _ in of_chunk) for of_chunk in arrays]
 
     def staged(self, layers: range, group: range, arrays: Sequence[tuple[jax.Array, ...]]) -> Staged:
@@ -169,7 +167,18 @@ class _Source:
         return Staged(tuple(runs), self._plan.row_of_token, *of_plan)
 
     def _slots_of_runs(self) -> list[Any]:
-        """The slots of each run's rows; those to be zeroed follow the last ones."""
+        """The slots of each run's rows; those to be zeroed follow the last ones.
+
+        What was sent stays with the plan, for the next time it is loaded.
+        """
+        if self._sharding is None or checks.is_tracing():
+            return self._made_slots()
+        sent: dict[Any, list[Any]] = kept(self._plan, "_sent", dict)
+        if self._sharding not in sent:
+            sent[self._sharding] = self._made_slots()
+        return sent[self._sharding]
+
+    def _made_slots(self) -> list[Any]:
         by_chunk = self._plan.slots_by_chunk()
         parts = [[by_chunk[k] for k in members] for members in self._runs] or [[]]
         parts[-1] = [*parts[-1], self._plan.zero_slots]

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.bench import kernels, overlap, rows, run, shapes, table, timing
+from jaxkv.bench import calibrate, kernels, overlap, rows, run, shapes, table, timing
+from jaxkv.tuning import Tuning
 
 QUICK_SHAPE = shapes.shape("test", layers=4, heads=2, dim=8, num_slots=512)
 
@@ -68,3 +69,11 @@ def test_the_readme_has_the_committed_tables(pytestconfig):
     figures = pytestconfig.rootpath / "notebooks" / "results" / "h200_bench.json"
     made = table.markdown(figures)
     assert made in (pytestconfig.rootpath / "README.md").read_text(encoding="utf-8")
+
+
+def test_calibration_gives_a_tuning():
+    """It is one that the calls take; on a CPU the sizes of the engine path keep their defaults."""
+    found = calibrate.calibrate(QUICK_SHAPE, sizes=(16,), tokens=32)
+    assert isinstance(found, Tuning) and found.array_bytes > 0
+    if jax.default_backend() == "cpu":
+        assert (found.direct_bytes, found.chunks_per_call) == (Tuning().direct_bytes, Tuning().chunks_per_call)

@@ -257,8 +257,13 @@ class Chunk:
 
 
 def _view(array: jax.Array) -> np.ndarray:
-    """The array as NumPy, through another `jax.Array` of the same buffer: JAX keeps a view on the one that is asked."""
-    return np.asarray(array.addressable_data(0) if len(array.devices()) == 1 else array)
+    """The array as NumPy, through a `jax.Array` of its own: the one that is asked keeps the view as long as it lives.
+
+    (`addressable_data` gives the same one every time, which would keep it too.)
+    """
+    if len(array.devices()) > 1:
+        return np.asarray(array)
+    return np.asarray(jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array]))
 
 
 def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool = False) -> list[Chunk]:

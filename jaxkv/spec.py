@@ -257,7 +257,7 @@ class PagedCache:
         leaves = jax.tree.leaves(self.pages)
         given, pool = self.__dict__.get("_pool", ((), None))
         same = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
-        if pool is None or not same or not checks.are_alive(leaves):
+        if pool is None or not same or any([leaf.is_deleted() for leaf in leaves]):
             pool = self.spec.check(self.pages)
             object.__setattr__(self, "_pool", (leaves, pool))
         return pool

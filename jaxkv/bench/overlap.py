@@ -6,7 +6,7 @@ were timed beside it. Its slow-down is told twice: to its own last product, and 
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -87,32 +87,48 @@ def measure(run: Callable[[], tuple[Any, Any]]) -> Overlap:
 
 
 def beside(
-    alone: Callable[[], tuple[Any, Any]], run: Callable[[], tuple[Any, Any]], *, repeats: int = 9, warm: int = 6
+    alone: Callable[[], tuple[Any, Any]],
+    run: Callable[[], tuple[Any, Any]],
+    *,
+    rounds: int = 3,
+    repeats: int = 7,
+    warm: int = 4,
 ) -> tuple[Overlap, Overlap]:
     """How much longer a computation takes with something beside it.
 
-    The device's clocks follow the power that was drawn in the last tenths of a second, by more than what is to be
-    measured. So each is repeated until it sees the clocks that it would see if it went on for ever, and the computation
-    alone is measured before and after.
+    The device's clocks follow the power that was drawn in the last tenths of a second, and drift, by more than what is
+    to be measured. So each is repeated until it sees the clocks that it would see if it went on for ever, and its
+    runs are compared with those of the computation alone before and after them, a few times over.
 
     Args:
         alone: the computation.
         run: the same with something beside it.
-        repeats: of each, for the medians.
-        warm: repeats before, each time.
+        rounds: blocks of each.
+        repeats: runs of a block, for its medians.
+        warm: runs before them.
 
     Returns:
         What is added to the last product, to the last byte and to the time of queueing, as shares of the computation
-        alone; and the seconds of the run.
+        alone; and the seconds of the run. Medians over the rounds.
     """
-    before, seen, after = (_medians(call, repeats, warm) for call in (alone, run, alone))
-    base = (before.total + after.total) / 2
-    return Overlap(seen.compute / base - 1, seen.total / base - 1, (seen.enqueue - before.enqueue) / base), seen
+    without, seen = [_medians(alone, repeats, warm)], []
+    for _ in range(rounds):
+        seen.append(_medians(run, repeats, warm))
+        without.append(_medians(alone, repeats, warm))
+    shares = []
+    for found, before, after in zip(seen, without, without[1:], strict=False):
+        base = (before.total + after.total) / 2
+        enqueue = found.enqueue - before.enqueue
+        shares.append(Overlap(found.compute / base - 1, found.total / base - 1, enqueue / base))
+    return _median_of(shares), _median_of(seen)
+
+
+def _median_of(found: Sequence[Overlap]) -> Overlap:
+    return Overlap(*(statistics.median(column) for column in zip(*found, strict=True)))
 
 
 def _medians(run: Callable[[], tuple[Any, Any]], repeats: int, warm: int) -> Overlap:
-    seen = [measure(run) for _ in range(warm + repeats)][warm:]
-    return Overlap(*(statistics.median(column) for column in zip(*seen, strict=True)))
+    return _median_of([measure(run) for _ in range(warm + repeats)][warm:])
 
 
 class LayerByLayer:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ def fetch_layers(
         for i, chunk in enumerate(plan.chunks):
             if not chunk.data:
                 raise ValueError(f"plan: chunk {i} has no data; give it with parts=")
-            if any(not checks.is_traced(array) and array.is_deleted() for array in chunk.data):
+            if not checks.are_alive(chunk.data):
                 raise ValueError(f"plan: an array of chunk {i} was deleted or recycled by an earlier call")
     source = _Source(plan, parts, grouped)
     begins = [layers.start for layers in source.groups]
@@ -122,11 +122,10 @@ class _Source:
                 range(len(plan.chunks)), key=lambda k: (formats[k], plan.chunks[k].num_rows)
             )
         ]
-        # Small tables are sent once, not with every layer, and behind the first layers' arrays.
+        # Small tables are sent once, not with every layer, and behind the first layer's arrays.
         arrays = (array for chunk in plan.chunks for array in chunk.data)
         self._sharding = None if checks.is_tracing() else next((array.sharding for array in arrays), None)
-        self._slots: list[Any] | None = None
-        self._deltas: dict[tuple[Rope, ...], list[tuple[jax.Array, ...]]] = {}
+        self._own: dict[Any, list[Any]] = {}
         self._is_slab = self._spec.pool_layout.has_axis("layer")
 
     def send(self, layers: range) -> list[tuple[jax.Array, ...]]:
@@ -147,8 +146,11 @@ class _Source:
         """Some layers of a group that was sent: one of them, or all."""
         turning = self._plan.positions is not None
         turn = self._spec.turn(layers) if turning else None
-        if self._slots is None:
-            self._slots = self._slots_of_runs()
+        slots = self._table("slots", self._slots_of_runs)
+        deltas: list[tuple[jax.Array, ...]] = [()] * len(self._runs)
+        if turn is not None:
+            ropes = self._spec.ropes(layers)
+            deltas = self._table(ropes, lambda: self._deltas_of(ropes))
         runs = []
         for number, members in enumerate(self._runs):
             data = [array for k in members for array in arrays[k]]
@@ -157,28 +159,16 @@ class _Source:
                 layout, axis = self._layouts[members[0]]
             if axis is not None:
                 data = _take_layer(data, np.int32(layers.start - group.start), axis=axis)
-            deltas = () if turn is None else self._deltas_of(self._spec.ropes(layers))[number]
             rows = self._plan.chunks[members[0]].num_rows
-            runs.append(Run(tuple(data), self._slots[number], deltas, layout, rows, len(members)))
+            runs.append(Run(tuple(data), slots[number], deltas[number], layout, rows, len(members)))
         if not runs:
-            runs.append(Run((), self._slots[0], (), Layout("token head dim"), 0, 0))
+            runs.append(Run((), slots[0], (), Layout("token head dim"), 0, 0))
         first = layers.start if self._is_slab else None
         of_plan = (self._spec, turn, first, len(layers), self._plan.num_slots)
         return Staged(tuple(runs), self._plan.row_of_token, *of_plan)
 
     def _slots_of_runs(self) -> list[Any]:
-        """The slots of each run's rows; those to be zeroed follow the last ones.
-
-        What was sent stays with the plan, for the next time it is loaded.
-        """
-        if self._sharding is None or checks.is_tracing():
-            return self._made_slots()
-        sent: dict[Any, list[Any]] = kept(self._plan, "_sent", dict)
-        if self._sharding not in sent:
-            sent[self._sharding] = self._made_slots()
-        return sent[self._sharding]
-
-    def _made_slots(self) -> list[Any]:
+        """The slots of each run's rows; those to be zeroed follow the last ones."""
         by_chunk = self._plan.slots_by_chunk()
         parts = [[by_chunk[k] for k in members] for members in self._runs] or [[]]
         parts[-1] = [*parts[-1], self._plan.zero_slots]
@@ -186,16 +176,25 @@ class _Source:
         return self._sent([(np if known else jnp).concatenate(part) for part in parts])
 
     def _deltas_of(self, ropes: tuple[Rope, ...]) -> list[tuple[jax.Array, ...]]:
-        """The delta tables of each run, made once for all layers that turn alike."""
-        if ropes not in self._deltas:
-            assert self._plan.positions is not None  # else nothing turns
-            sizes = (sum(self._plan.chunks[k].num_rows for k in members) for members in self._runs)
-            tables = []
-            for first, last in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
-                positions = self._sent([side[..., first:last] for side in self._plan.positions])
-                tables.append(_deltas(*positions, ropes=ropes))
-            self._deltas[ropes] = tables
-        return self._deltas[ropes]
+        """The delta tables of each run, for all layers that turn alike."""
+        assert self._plan.positions is not None  # else nothing turns
+        sizes = (sum(self._plan.chunks[k].num_rows for k in members) for members in self._runs)
+        tables = []
+        for first, last in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
+            positions = self._sent([side[..., first:last] for side in self._plan.positions])
+            tables.append(_deltas(*positions, ropes=ropes))
+        return tables
+
+    def _table(self, kind: Any, make: Callable[[], list[Any]]) -> list[Any]:
+        """What all layers share: sent once, and kept with the plan for the next time it is loaded."""
+        if self._sharding is None or checks.is_tracing():
+            own = self._own
+        else:
+            own = kept(self._plan, "_tables", dict)
+        key = (kind, self._sharding)
+        if key not in own:
+            own[key] = make()
+        return own[key]
 
     def _sent(self, tables: Sequence[Any]) -> list[jax.Array]:
         """Small tables, beside the chunks' device."""

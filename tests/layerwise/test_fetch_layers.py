@@ -231,10 +231,28 @@ def test_left_at_any_step(taken, how, monkeypatch):
     del steps
     gc.collect()
     jax.block_until_ready(pages)
-    assert not [ref for ref in sent if ref() is not None]
+    # The table of slots stays with the plan; KV does not.
+    assert not [ref for ref in sent if ref() is not None and ref().ndim > 1]
     monkeypatch.undo()
     assert_same(pages, [*wanted(made)[:taken], *made.model.arrays()[taken:]])
     check(made, call)
+    del call
+    gc.collect()
+    assert not [ref for ref in sent if ref() is not None]
+
+
+def test_tables_are_sent_once_for_a_plan(monkeypatch):
+    """A plan that is loaded again finds its slots and delta tables on the device; another plan has its own."""
+    made = scene(layers_per_array=1)
+    sent = count_sent(monkeypatch)
+    call = plan(made)
+    counts = []
+    for planned in (call, call, plan(made)):
+        before = len(sent)
+        for _ in jaxkv.fetch_layers(planned):
+            pass
+        counts.append(len(sent) - before)
+    assert counts[1] == counts[0] - 1 and counts[2] == counts[0]
 
 
 def test_device_memory_is_that_of_the_layers_ahead(monkeypatch):

@@ -98,7 +98,8 @@ def store(
     traced = checks.is_tracing()
     hosts = [array for chunk in recycled for array in chunk.data]
     nbytes = count * chosen.rows * spec.bytes_per_token
-    way = paths.choose(path, pool, hosts, traced=traced, nbytes=nbytes, implementation=implementation, tuning=tuning)
+    options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
+    way = paths.choose(path, pool.leaves, hosts, nbytes=nbytes, **options)
     if count == 0:
         return ()
     if traced:
@@ -191,7 +192,7 @@ def load(
     nbytes = spec.bytes_per_token * sum(plan.chunks[k].num_rows for k in moving)
     way = paths.choose(
         path,
-        pool,
+        pool.leaves,
         [array for part in parts for array in part.data],
         traced=traced,
         nbytes=nbytes,

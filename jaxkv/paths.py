@@ -77,7 +77,7 @@ class Way(NamedTuple):
 
 def choose(
     path: str | None,
-    pool: Pool,
+    leaves: Sequence[jax.Array],
     hosts: Sequence[jax.Array],
     *,
     traced: bool,
@@ -89,7 +89,7 @@ def choose(
 
     Args:
         path: the caller's choice, or None.
-        pool: the pages.
+        leaves: the pool's arrays.
         hosts: arrays of chunks to read from, or to write into.
         traced: whether the call is being traced.
         nbytes: bytes to move.
@@ -102,18 +102,18 @@ def choose(
     """
     if path not in PATHS:
         raise ValueError(f"path: {path!r} is unknown, expected one of {PATHS}")
-    device = None if traced else next(iter(pool.leaves[0].devices()))
+    device = None if traced else next(iter(leaves[0].devices()))
     platform = None if device is None else native.platform_of(device)
     why_not = None
     if traced:
         why_not = "inside jit, copies are part of the program"
     elif implementation == "xla":
         why_not = "it has no XLA form"
-    elif len(pool.leaves[0].devices()) > 1:
+    elif len(leaves[0].devices()) > 1:
         why_not = "the pool is on several devices"
     elif not native.available(platform or ""):
         why_not = f"no handlers for {platform}"
-    elif any(s.memory_kind != PINNED or s.device_set != pool.leaves[0].devices() for s in _shardings_of(hosts)):
+    elif any(s.memory_kind != PINNED or s.device_set != leaves[0].devices() for s in _shardings_of(hosts)):
         why_not = "a chunk is not in pinned memory beside the pool's device"
     if path == "engine" and why_not is None and platform != "cuda":
         why_not = f"there is no copy engine on {platform}"

@@ -85,7 +85,7 @@ def _calls(cache: PagedCache, most: int, rows: int, tuning: Tuning, options: dic
     """Numbers of chunks and paths of calls that take every program: those of a longer call are made of them."""
     way: Callable[[int], paths.Way] = lambda count: paths.choose(  # noqa: E731
         options.get("path"),
-        cache.pool,
+        cache.pool.leaves,
         (),
         traced=False,
         nbytes=count * rows * cache.spec.bytes_per_token,

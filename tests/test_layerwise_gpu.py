@@ -133,21 +133,21 @@ def test_gaps_prefix_and_missing_slots_with_turned_keys(way):
     assert_same(pages, model.written(model.zeroed(model.arrays(), slots[gap]), rows, slots[there]))
 
 
-@both
+@ways
 @pytest.mark.parametrize("size", [0, 2])
 @pytest.mark.parametrize("pool", ["A1", "A2", "A4", "A5", "A13", "A24"])
-def test_layerwise_round_trip(pool, size, implementation):
+def test_layerwise_round_trip(pool, size, way):
     """D19, H7: store and load layer by layer, equal to the oracle and to the bulk calls."""
     model = helpers.small(pool)
     arrays, cache = model.random()
     slots, other = np.random.default_rng(0).permutation(28)[:21], np.random.default_rng(1).permutation(28)[:21]
-    parts = by_layer.store(cache, slots, size=size, chunk_tokens=8, implementation=implementation)
+    parts = by_layer.store(cache, slots, size=size, chunk_tokens=8, **way)
     chunks = jaxkv.join_layers(parts)
     helpers.stored(model, arrays, chunks, slots, *helpers.follow(21, 8))
     want = model.written(model.arrays(), model.rows(arrays, slots), other)
     plan = jaxkv.plan(model.spec, chunks, other)
-    assert_same(by_layer.load(model.poisoned(), plan, implementation=implementation).pages, want)
-    assert_same(jaxkv.load(model.poisoned(), chunks, other, implementation=implementation).pages, want)
+    assert_same(by_layer.load(model.poisoned(), plan, implementation=way["implementation"]).pages, want)
+    assert_same(jaxkv.load(model.poisoned(), chunks, other, **way).pages, want)
     late = jaxkv.plan(model.spec, turning.without_data(chunks), other, data_later=True)
     assert_same(by_layer.load(model.poisoned(), late, parts=iter(parts)).pages, want)
 

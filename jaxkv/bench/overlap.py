@@ -155,18 +155,20 @@ class LayerByLayer:
     def _stored(self) -> tuple[chunk.Chunk, ...]:
         return layerwise.join_layers(self._store(first) for first in range(0, self.spec.num_layers, self._group))
 
-    def _store(self, first: int, ring: host.Ring | None = None) -> layerwise.LayerPart:
+    def _store(self, first: int, **options: Any) -> layerwise.LayerPart:
         if self._group == 1:
-            return layerwise.store_layer(self.pages[first], self._plan, layer=first, ring=ring)
+            return layerwise.store_layer(self.pages[first], self._plan, layer=first, **options)
         layers = range(first, min(first + self._group, self.spec.num_layers))
         pages = tuple(self.pages[layer] for layer in layers)
-        return layerwise.store_layer(pages, self._plan, layer=layers, ring=ring)
+        return layerwise.store_layer(pages, self._plan, layer=layers, **options)
 
     def plan(self, *, turn: bool = False) -> Plan:
         """The plan of a load; `turn` where keys move to other positions."""
         return make_plan(self.spec, self.chunks, self._slots, positions=self._positions if turn else None)
 
-    def store(self, forward: Forward | None = None, ring_size: int | None = None) -> tuple[Any, Any]:
+    def store(
+        self, forward: Forward | None = None, *, ring_size: int | None = None, path: str | None = None
+    ) -> tuple[Any, Any]:
         """Every layer stored, each after its own computation where there is one."""
         sent: list[layerwise.LayerPart] = []
         hidden: Any = forward.start() if forward else None
@@ -175,7 +177,7 @@ class LayerByLayer:
             if forward is not None:
                 hidden = forward.layer(hidden, i)
             if (i + 1) % self._group == 0 or i + 1 == self.spec.num_layers:
-                sent.append(self._store(i - i % self._group, ring))
+                sent.append(self._store(i - i % self._group, ring=ring, path=path))
         return hidden, sent
 
     def load(

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import host
+from .. import host, paths
 from ..chunk import Chunk, ChunkFormat, Fingerprint, as_format
 from ..ops import checks, primitive
 from ..ops.gather import gather_leaves
+from ..ops.pinned import place_leaves
 from ..ops.sharding import describe_pool
 from ..ops.transfer import Transfer
 from ..selection import Selection, check_ranges, select
@@ -156,6 +157,7 @@ def store_layer(
     layer: int | range,
     format: Any = None,
     ring: host.Ring | None = None,
+    path: str | None = None,
     implementation: str | None = None,
     tuning: Tuning | None = None,
     **options: Any,
@@ -173,7 +175,10 @@ def store_layer(
         layer: which layer, or which consecutive ones: they share an array.
         format: of one layer, by default KV_T2D (KV_MLA_TD for one plane); several layers get a leading axis.
         ring: device buffers to gather into, for all layers of a request; without one, each layer that is on its way
-            holds device memory of its own.
+            holds device memory of its own. (The other paths have no need of it.)
+        path: "overlapped" for a copy that goes on while what comes next computes; "engine" or "direct" for one program
+            that ends when the copy does, soonest where nothing computes beside it. By default overlapped, and direct
+            for what is so little that a copy of its own takes longer to queue (`tuning.direct_bytes`), and on a CPU.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
         **options: of `store_plan`: `starts`, `ends`, `positions`, `chunk_tokens`, `skip_prefix`, `out_of_range`.
@@ -184,7 +189,7 @@ def store_layer(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: arguments do not fit one another; nothing was launched.
-        RuntimeError: `implementation="ffi"` where no handlers were built.
+        RuntimeError: `implementation="ffi"` where no handlers were built, or a `path` that is not possible.
     """
     layers = range(layer, layer + 1) if isinstance(layer, (int, np.integer)) else layer
     if not (isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop):
@@ -214,24 +219,31 @@ def store_layer(
     if plan.out_of_range == "skip":
         # The plan may have been made without the pages: a row past them is zero bytes, and not real.
         chosen = chosen._replace(valid=chosen.valid & (chosen.slots < num_slots))
-    count = len(chosen.slots)
+    count, traced = len(chosen.slots), checks.is_tracing()
+    nbytes = count * chosen.rows * spec.bytes_per_token * len(layers) // spec.num_layers
+    tuning = Tuning() if tuning is None else tuning
+    way = paths.choose(path, leaves, (), traced=traced, nbytes=nbytes, implementation=implementation, tuning=tuning)
+    if path is None and way.path == "engine":
+        way = way._replace(path="overlapped")  # beside a computation, which a program of its own would hold up
     meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)
     if count == 0:
         return LayerPart((), *meta)
 
     statics: dict[str, Any] = {"transfer": transfer, "num_chunks": count, "implementation": implementation}
-    if checks.is_tracing():
+    if traced:
         data: Sequence[jax.Array] = host.place(_gather_chunks(plan.slots, leaves, **statics))
     else:
         checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
         on_device = plan.slots_beside(leaves[0])
-        if ring is None:
-            gathered = _gather_chunks_jit(on_device, leaves, **statics)
+        if way.path != "overlapped":
+            data = place_leaves(on_device, None, leaves, transfer=transfer, num_chunks=count, staging=way.staging)
+        elif ring is None:
+            data = host.place(_gather_chunks_jit(on_device, leaves, **statics))
         else:
             places = host.places_of(transfer, leaves, chosen.rows) * count
             gathered = _gather_chunks_into(ring.take(places, spec.dtype), on_device, leaves, **statics)
             ring.give(gathered)
-        data = host.place(gathered)
+            data = host.place(gathered)
     held = len(data) // count
     return LayerPart(tuple(tuple(data[c * held : (c + 1) * held]) for c in range(count)), *meta)
 

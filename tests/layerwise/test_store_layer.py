@@ -9,7 +9,7 @@ import layers as by_layer
 import numpy as np
 import pytest
 import turning
-from helpers import IMPLEMENTATIONS, POOLS, Model, assert_same, small
+from helpers import IMPLEMENTATIONS, POOLS, WAYS, Model, assert_same, small
 
 import jaxkv
 from jaxkv import host
@@ -27,14 +27,14 @@ def test_every_pool_layout(pool):
     assert_same(cache.pages, arrays)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("pool", ["A1", "A2", "A5", "A17", "A19"])
-def test_grouped_layers(pool, size, implementation):
+def test_grouped_layers(pool, size, way):
     """Grouped: a tuple of consecutive layers in one call, the last group smaller; equal to the bulk store."""
     model = Model(pool, heads=1) if pool == "A19" else Model(pool)
     arrays, cache = model.random()
-    options = dict(chunk_tokens=8, implementation=implementation)
+    options = dict(chunk_tokens=8, **way)
     chunks = jaxkv.join_layers(by_layer.store(cache, SLOTS, size=size, **options))
     helpers.stored(model, arrays, chunks, SLOTS, *helpers.follow(20, 8))
     bulk = jaxkv.store(cache, SLOTS, chunk_tokens=8, format=chunks[0].format)
@@ -120,7 +120,7 @@ def test_one_plan_and_one_ring_for_all_layers(implementation):
     def request(seed):
         slots = np.random.default_rng(seed).permutation(28)[: 20 - seed]
         plan = jaxkv.store_plan(cache, slots, chunk_tokens=8)
-        parts = by_layer.store(cache, plan, ring=ring, implementation=implementation)
+        parts = by_layer.store(cache, plan, ring=ring, path="overlapped", implementation=implementation)
         kept.append((slots, jaxkv.join_layers(parts)))
 
     request(0)
@@ -132,12 +132,12 @@ def test_one_plan_and_one_ring_for_all_layers(implementation):
         helpers.stored(model, arrays, chunks, slots, *helpers.follow(len(slots), 8))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_one_program_for_all_layers(implementation):
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_one_program_for_all_layers(way):
     """B30: another layer, other slots, another length: nothing to compile."""
     model = Model("A2", layers=5, page_size=5)
     _, cache = model.random()
-    options = dict(chunk_tokens=8, implementation=implementation)
+    options = dict(chunk_tokens=8, **way)
     by_layer.store(cache, SLOTS, **options)
     with helpers.compilations() as compiled:
         by_layer.store(cache, SLOTS[::-1], **options)

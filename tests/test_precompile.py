@@ -47,6 +47,18 @@ def test_no_call_compiles_afterwards(given, way):
     assert not compiled
 
 
+@pytest.mark.gpu
+def test_no_call_compiles_afterwards_on_the_device():
+    """The same where calls of many chunks are one program, and small calls take another path than large ones."""
+    tuning = jaxkv.Tuning(direct_bytes=3 * 4 * Model("A2").spec.bytes_per_token, chunks_per_call=8)
+    cache = jaxkv.precompile(
+        Model("A2", pages=30, rope=ROPE).random(3)[1], max_tokens=97, chunk_tokens=4, gaps="zero", tuning=tuning
+    )
+    with helpers.compilations() as compiled:
+        calls(cache, 97, tuning=tuning)
+    assert not compiled
+
+
 def test_the_cache_is_consumed_and_bad_arguments_are_named():
     model = Model("A2", pages=10)
     _, cache = model.random(3)

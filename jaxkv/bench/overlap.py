@@ -75,15 +75,25 @@ class Forward:
         return hidden, None
 
 
-def measure(run: Callable[[], tuple[Any, Any]]) -> Overlap:
-    """Seconds of a run that returns the last activations and whatever else it started."""
-    start = time.perf_counter()
-    hidden, rest = run()
-    queued = time.perf_counter() - start
-    jax.block_until_ready(hidden)
-    computed = time.perf_counter() - start
-    jax.block_until_ready(rest)
-    return Overlap(computed, time.perf_counter() - start, queued)
+def measure(run: Callable[[], tuple[Any, Any]], *, repeats: int, warm: int) -> Overlap:
+    """Medians of a run that returns the last activations and whatever else it started.
+
+    What is waited for is asked for at once, and the last product in runs of its own: asking for a few dozen arrays one
+    after the other takes as long as some of what is to be seen.
+    """
+    waited: tuple[list[float], list[float]] = ([], [])
+    queued = []
+    for repeat in range(warm + 2 * repeats):
+        start = time.perf_counter()
+        hidden, rest = run()
+        enqueue = time.perf_counter() - start
+        jax.block_until_ready((hidden, rest) if repeat % 2 else hidden)
+        if repeat >= warm:
+            queued.append(enqueue)
+            waited[repeat % 2].append(time.perf_counter() - start)
+        jax.block_until_ready(rest)
+        del hidden, rest
+    return Overlap(statistics.median(waited[0]), statistics.median(waited[1]), statistics.median(queued))
 
 
 def beside(
@@ -91,8 +101,8 @@ def beside(
     run: Callable[[], tuple[Any, Any]],
     *,
     rounds: int = 3,
-    repeats: int = 7,
-    warm: int = 4,
+    repeats: int = 5,
+    warm: int = 3,
 ) -> tuple[Overlap, Overlap]:
     """How much longer a computation takes with something beside it.
 
@@ -111,10 +121,10 @@ def beside(
         What is added to the last product, to the last byte and to the time of queueing, as shares of the computation
         alone; and the seconds of the run. Medians over the rounds.
     """
-    without, seen = [_medians(alone, repeats, warm)], []
+    without, seen = [measure(alone, repeats=repeats, warm=warm)], []
     for _ in range(rounds):
-        seen.append(_medians(run, repeats, warm))
-        without.append(_medians(alone, repeats, warm))
+        seen.append(measure(run, repeats=repeats, warm=warm))
+        without.append(measure(alone, repeats=repeats, warm=warm))
     shares = []
     for found, before, after in zip(seen, without, without[1:], strict=False):
         base = (before.total + after.total) / 2
@@ -125,10 +135,6 @@ def beside(
 
 def _median_of(found: Sequence[Overlap]) -> Overlap:
     return Overlap(*(statistics.median(column) for column in zip(*found, strict=True)))
-
-
-def _medians(run: Callable[[], tuple[Any, Any]], repeats: int, warm: int) -> Overlap:
-    return _median_of([measure(run) for _ in range(warm + repeats)][warm:])
 
 
 class LayerByLayer:

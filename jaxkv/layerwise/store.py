@@ -178,7 +178,7 @@ def store_layer(
             holds device memory of its own. (The other paths have no need of it.)
         path: "overlapped" for a copy that goes on while what comes next computes; "engine" or "direct" for one program
             that ends when the copy does, soonest where nothing computes beside it. By default overlapped, and direct
-            for what is so little that a copy of its own takes longer to queue (`tuning.direct_bytes`), and on a CPU.
+            on a CPU, where nothing overlaps.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
         **options: of `store_plan`: `starts`, `ends`, `positions`, `chunk_tokens`, `skip_prefix`, `out_of_range`.
@@ -220,11 +220,10 @@ def store_layer(
         # The plan may have been made without the pages: a row past them is zero bytes, and not real.
         chosen = chosen._replace(valid=chosen.valid & (chosen.slots < num_slots))
     count, traced = len(chosen.slots), checks.is_tracing()
-    nbytes = count * chosen.rows * spec.bytes_per_token * len(layers) // spec.num_layers
+    if path is None and not traced and next(iter(leaves[0].devices())).platform != "cpu":
+        path = "overlapped"  # a program would hold up the computation beside it
     tuning = Tuning() if tuning is None else tuning
-    way = paths.choose(path, leaves, (), traced=traced, nbytes=nbytes, implementation=implementation, tuning=tuning)
-    if path is None and way.path == "engine":
-        way = way._replace(path="overlapped")  # beside a computation, which a program of its own would hold up
+    way = paths.choose(path, leaves, (), traced=traced, nbytes=0, implementation=implementation, tuning=tuning)
     meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)
     if count == 0:
         return LayerPart((), *meta)

@@ -153,21 +153,22 @@ class Bench:
         self._transfer("bulk", "store and load at once", 8192, wall(both), moved=nbytes)
 
     def _layers(self) -> None:
-        cases = ((64, 8),) if self._quick else ((256, 32), (256, 8), (2048, 4), (2048, 8), (8192, 1))
-        for tokens, group in cases:
+        """Layer by layer with nothing beside it: in arrays of 32 MiB or all layers, whichever is less."""
+        for tokens, group in ((64, 8),) if self._quick else ((256, 32), (256, 8), (2048, 4), (8192, 1)):
             run = overlap.LayerByLayer(self._shape, tokens, group=group)
             plan, turned = run.plan(), run.plan(turn=True)
-            # Where all layers share an array there is no next layer for a copy to go beside.
-            path = "engine" if self._cuda and group >= self._shape.spec.num_layers else None
-            calls: dict[str, Callable[[], Any]] = {
-                "store": partial(run.store, path=path),
-                "load": partial(run.load, plan=plan),
-                "load, keys turned": partial(run.load, plan=turned),
-            }
-            for name, call in calls.items():
-                label = name if group == 1 else f"{name}, {group} layers an array"
-                self._transfer("layer by layer", label, tokens, wall(call))
-            self._transfer("layer by layer", "plan of a load, on the host", tokens, wall(run.plan), moved=0)
+            self._layerwise("store", tokens, group, run.store)
+            self._layerwise("load", tokens, group, partial(run.load, plan=plan))
+            self._layerwise("load, keys turned", tokens, group, partial(run.load, plan=turned))
+            self._transfer("layer by layer", f"plan of a load, {group}", tokens, wall(run.plan), moved=0)
+        # With nothing beside it a store needs no copies of their own: several arrays leave in one program.
+        for tokens, group in ((256, 32), (2048, 16), (8192, 8)) if self._cuda else ():
+            run = overlap.LayerByLayer(self._shape, tokens, group=group)
+            self._layerwise("store, engine", tokens, group, partial(run.store, path="engine"))
+
+    def _layerwise(self, name: str, tokens: int, group: int, call: Callable[[], Any]) -> None:
+        label = name if group == 1 else f"{name}, {group} layers an array"
+        self._transfer("layer by layer", label, tokens, wall(call))
 
     def _beside(self) -> None:
         layers = self._shape.spec.num_layers

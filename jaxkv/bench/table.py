@@ -43,11 +43,17 @@ def _kernels(rows: Rows) -> str:
 
 def _transfers(rows: Rows) -> str:
     jobs = [
-        ("bulk store, fresh pinned memory", "bulk", ("store",), "bulk store"),
-        ("bulk store into older chunks", "bulk", ("store into older chunks",), "bulk store"),
-        ("bulk load", "bulk", ("load",), "bulk load"),
+        ("bulk store, new pinned memory", "bulk", ("store",) * 3, "bulk store"),
+        ("bulk store into older chunks", "bulk", ("store into older chunks",) * 3, "bulk store"),
+        ("bulk load", "bulk", ("load",) * 3, "bulk load"),
+        (
+            "layer by layer: store, engine path",
+            "layer by layer",
+            _grouped("store, engine", 32, 16, 8),
+            "layer-wise store",
+        ),
         *(
-            (f"layer by layer: {name}", "layer by layer", (f"{name}, 32", f"{name}, 4", name), peer)
+            (f"layer by layer: {name}", "layer by layer", _grouped(name, 32, 4, 1), peer)
             for name, peer in (
                 ("store", "layer-wise store"),
                 ("load", "layer-wise load"),
@@ -58,16 +64,15 @@ def _transfers(rows: Rows) -> str:
     lines = []
     for label, part, names, peer in jobs:
         cells = []
-        for i, tokens in enumerate(_TOKENS):
-            name = names[i % len(names)]
-            wanted = (
-                name if name in ("store", "load", "load, keys turned") or part == "bulk" else f"{name} layers an array"
-            )
-            ours = rows[part, wanted, tokens]
-            theirs = rows["lmcache", peer, tokens]
+        for tokens, name in zip(_TOKENS, names, strict=True):
+            ours, theirs = rows[part, name, tokens], rows["lmcache", peer, tokens]
             cells.append(f"{_values(ours, 'value', 2)} ({_values(ours, 'ratio', 2)}); {_values(theirs, 'value', 2)}")
         lines.append([label, *cells])
     return _table(["ms, to completion (of the copy engine); LMCache", *_TOKENS], lines)
+
+
+def _grouped(name: str, *groups: int) -> tuple[str, ...]:
+    return tuple(name if group == 1 else f"{name}, {group} layers an array" for group in groups)
 
 
 def _beside(rows: Rows) -> str:

@@ -156,8 +156,9 @@ def test_device_memory_is_that_of_the_ring(way):
     jax.block_until_ready(cache.pages)
     old = chunks if way.get("path") in ("engine", "direct") else ()
     took = peak(lambda: jaxkv.store(cache, slots, **way, into=old))
-    # The allocator hands out blocks up to twice as large as asked for: one for both buffers of the engine path.
-    most = 4 if way.get("path") == "engine" else 2
+    # The allocator hands out blocks up to twice as large as asked for: one for both buffers of the engine path, and
+    # for what the XLA form works with.
+    most = 2 if way.get("path") in ("overlapped", "direct") else 4
     assert took <= most * chunk + slack, took / chunk
     chunks = jaxkv.store(cache, slots)
     jax.block_until_ready([c.data for c in chunks])

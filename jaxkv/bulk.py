@@ -6,7 +6,8 @@ tokens; and every chunk of a store has the same shape, so that a request of anot
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,12 @@ import numpy as np
 from . import host, paths
 from .chunk import Chunk, ChunkFormat, Fingerprint, as_format, check_chunks, known
 from .ops import checks, primitive
-from .paths import Part, Restore, groups_of
+from .paths import Group, Part, Restore, Stretch, groups_of
 from .plans import Plan
 from .plans import plan as make_plan
-from .selection import Selection, select
+from .selection import Selection, select_rows
 from .spec import CacheSpec, PagedCache, Pool
-from .tuning import Tuning
+from .tuning import DEFAULT, Tuning
 
 
 def store(
@@ -82,10 +83,11 @@ def store(
         raise ValueError(f"chunk_tokens: expected an int of at least 1, got {chunk_tokens!r}")
     format = as_format(spec, format, layers_per_array)
     groups = groups_of(spec, format)
-    chosen = select(
+    rows = int(rows)
+    chosen = select_rows(
         spec,
         slots,
-        rows=int(rows),
+        rows=rows,
         num_slots=pool.num_slots,
         starts=starts,
         ends=ends,
@@ -94,10 +96,10 @@ def store(
         out_of_range=out_of_range,
     )
     count = len(chosen.slots)
-    recycled = _recycled(into, spec, format, chosen.rows, count)
+    recycled = _recycled(into, spec, format, rows, count)
     traced = checks.is_tracing()
     hosts = [array for chunk in recycled for array in chunk.data]
-    nbytes = count * chosen.rows * spec.bytes_per_token
+    nbytes = count * rows * spec.bytes_per_token
     options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
     way = paths.choose(path, pool.leaves, hosts, nbytes=nbytes, **options)
     if count == 0:
@@ -122,7 +124,7 @@ def store(
         data += paths.save_pinned(pool, chosen.slots[held:], groups, way)
         for array in hosts:
             array.delete()  # a CPU donates nothing that NumPy has a view of
-    return chunks_of(data, chosen, Fingerprint.of(spec, format))
+    return chunks_of(data, chosen.described(), Fingerprint.of(spec, format))
 
 
 def load(
@@ -177,35 +179,23 @@ def load(
     if donate and not traced:
         check_distinct(pool)
 
-    slots_of, moving = plan.slots_by_chunk(), plan.moving()
-    zeroing = _may_move(plan.zero_slots)
+    moving, zeroing = plan.moving(), _may_move(plan.zero_slots)
     if not moving and not zeroing:
         # Not the caller's own arrays: who keeps the cache may well donate the result.
         return cache if donate or traced else jax.tree.map(jnp.copy, cache)
-    turning, positions = plan.positions is not None, plan.positions_by_chunk()
-    formats = {id(chunk.fingerprint): chunk.format for chunk in plan.chunks}
-    groups = {kind: groups_of(spec, format, turning) for kind, format in formats.items()}
-    parts = []
-    for k in moving:
-        chunk = plan.chunks[k]
-        parts.append(Part(slots_of[k], chunk.data, groups[id(chunk.fingerprint)], positions[k]))
+    how: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
+    hosts = [array for k in moving for array in plan.chunks[k].data]
     nbytes = spec.bytes_per_token * sum(plan.chunks[k].num_rows for k in moving)
-    way = paths.choose(
-        path,
-        pool.leaves,
-        [array for part in parts for array in part.data],
-        traced=traced,
-        nbytes=nbytes,
-        implementation=implementation,
-        tuning=tuning,
-    )
+    way = paths.choose(path, pool.leaves, hosts, nbytes=nbytes, **how)
     restore = Restore(pool, donate=donate, traced=traced, implementation=implementation)
     try:
         if way.path == "overlapped":
+            parts = _parts(spec, plan, moving)
             shardings = [None if traced else _shardings(part, pool) for part in parts]
             restore.overlapped(parts, shardings, tuning.staging)
         else:
-            restore.from_pinned(parts, way)
+            for stretch in _stretches(spec, plan, moving):
+                restore.from_pinned(stretch, way)
         if zeroing:
             # Padded to a power of two, so that few programs serve all lengths.
             size = 1 << (plan.zero_slots.shape[0] - 1).bit_length()
@@ -235,7 +225,7 @@ def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | 
     primitive.check_implementation(implementation)
     if tuning is not None and not isinstance(tuning, Tuning):
         raise TypeError(f"tuning: expected a Tuning, got {tuning!r}")
-    return cache.spec, cache.pool, tuning or Tuning()
+    return cache.spec, cache.pool, tuning or DEFAULT
 
 
 def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
@@ -265,11 +255,43 @@ def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
 
 def check_distinct(pool: Pool) -> None:
     """Raises ValueError where two of a pool's arrays are one, which cannot be donated twice."""
+    if len(set(map(id, pool.leaves))) == len(pool.leaves):
+        return
     seen: dict[int, int] = {}
     for i, leaf in enumerate(pool.leaves):
         first = seen.setdefault(id(leaf), i)
         if first != i:
             raise ValueError(f"pages: arrays {first} and {i} are one array, which cannot be donated twice")
+
+
+def _groups(spec: CacheSpec, plan: Plan, chunk: Chunk) -> tuple[Group, ...]:
+    """Between a chunk and the cache's pages, which need not be of the layout that the plan was made for."""
+    return groups_of(spec, chunk.format, plan.positions is not None)
+
+
+def _parts(spec: CacheSpec, plan: Plan, moving: Sequence[int]) -> list[Part]:
+    """The chunks that move, one by one."""
+    slots, positions = plan.slots_by_chunk(), plan.positions_by_chunk()
+    chunks = plan.chunks
+    return [Part(slots[k], chunks[k].data, _groups(spec, plan, chunks[k]), positions[k]) for k in moving]
+
+
+def _stretches(spec: CacheSpec, plan: Plan, moving: Sequence[int]) -> Iterator[Stretch]:
+    """The chunks that move, those that follow one another and are of one shape together."""
+    spans, chunks = plan.spans(), plan.chunks
+    kinds = itertools.groupby(moving, key=lambda k: (id(chunks[k].fingerprint), chunks[k].num_rows))
+    for (_, rows), members in kinds:
+        numbers = list(members)
+
+        def of(table: Any, numbers: Sequence[int] = numbers) -> Any:
+            if numbers[-1] - numbers[0] + 1 == len(numbers):
+                return table[..., spans[numbers[0]][0] : spans[numbers[-1]][1]]
+            xp = np if isinstance(table, np.ndarray) else jnp
+            return xp.concatenate([table[..., slice(*spans[k])] for k in numbers], axis=-1)
+
+        positions = None if plan.positions is None else tuple(map(of, plan.positions))
+        data = [chunks[k].data for k in numbers]
+        yield Stretch(of(plan.slots), data, rows, _groups(spec, plan, chunks[numbers[0]]), positions)
 
 
 def _may_move(slots: Any) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .chunk import ChunkFormat
 from .host import PINNED, Arrays, Place, Ring, fetch, place, places_of, send_beside
@@ -209,6 +208,24 @@ class Part(NamedTuple):
     positions: tuple[Any, Any] | None = None
 
 
+class Stretch(NamedTuple):
+    """Chunks of a load that are of one shape, in pinned memory.
+
+    Attributes:
+        slots: int32 `[chunks * rows]`, the slot of each row, -1 for none.
+        data: the arrays of each chunk.
+        rows: of each chunk.
+        groups: of their format.
+        positions: None, or the old and new positions of the rows, as in `Part`.
+    """
+
+    slots: Any
+    data: Sequence[Arrays]
+    rows: int
+    groups: tuple[Group, ...]
+    positions: tuple[Any, Any] | None = None
+
+
 class Restore:
     """A load on its way: the leaves as they are, chunk after chunk.
 
@@ -244,46 +261,32 @@ class Restore:
                     jax.block_until_ready(data)  # or the copies of all chunks would claim device memory at once
                 staged.append(fetch(parts[at + staging].data, shardings[at + staging]))
 
-    def from_pinned(self, parts: Sequence[Part], way: Way) -> None:
-        """Scatters chunks straight from pinned memory, many in one operation where they are of one shape."""
-        first = 0
-        while first < len(parts):
-            kind = (parts[first].groups, parts[first].slots.shape)
-            alike = first
-            while alike < len(parts) and (parts[alike].groups, parts[alike].slots.shape) == kind:
-                alike += 1
-            for run in batches(alike - first, way.batch):
-                self._fetch_run(parts[first + run.start : first + run.stop], way)
-            first = alike
-
-    def _fetch_run(self, run: Sequence[Part], way: Way) -> None:
-        at, rows = 0, run[0].slots.shape[0]
-        slots = _concatenated([part.slots for part in run])
-        moves = [part.positions for part in run if part.positions is not None]
-        positions = tuple(map(_concatenated, zip(*moves, strict=True))) if moves else None
-        donate, self._donate = self._donate, True
-        for group in run[0].groups:
-            held = len(group.transfer.chunk_kinds)
-            written = fetch_leaves(
-                slots,
-                [leaf for part in run for leaf in part.data[at : at + held]],
-                [self.leaves[i] for i in group.leaves],
-                transfer=group.transfer,
-                num_chunks=len(run),
-                rows=rows,
-                staging=way.staging,
-                donate=donate,
-                turn=group.turn,
-                deltas=_deltas(positions, group=group) if group.turn is not None else (),
-            )
-            for i, leaf in zip(group.leaves, written, strict=True):
-                self.leaves[i] = leaf
-            at += held
-
-
-def _concatenated(arrays: Sequence[Any]) -> Any:
-    known = all(isinstance(array, np.ndarray) for array in arrays)
-    return (np if known else jnp).concatenate(arrays, axis=-1)
+    def from_pinned(self, stretch: Stretch, way: Way) -> None:
+        """Scatters chunks straight from pinned memory, many in one operation."""
+        rows = stretch.rows
+        for run in batches(len(stretch.data), way.batch):
+            span = slice(run.start * rows, run.stop * rows)
+            positions = None
+            if stretch.positions is not None:
+                positions = (stretch.positions[0][..., span], stretch.positions[1][..., span])
+            donate, self._donate, at = self._donate, True, 0
+            for group in stretch.groups:
+                held = len(group.transfer.chunk_kinds)
+                written = fetch_leaves(
+                    stretch.slots[span],
+                    [leaf for k in run for leaf in stretch.data[k][at : at + held]],
+                    [self.leaves[i] for i in group.leaves],
+                    transfer=group.transfer,
+                    num_chunks=len(run),
+                    rows=rows,
+                    staging=way.staging,
+                    donate=donate,
+                    turn=group.turn,
+                    deltas=_deltas(positions, group=group) if group.turn is not None else (),
+                )
+                for i, leaf in zip(group.leaves, written, strict=True):
+                    self.leaves[i] = leaf
+                at += held
 
 
 @functools.partial(jax.jit, static_argnames="group")

@@ -14,6 +14,7 @@ from .ops import checks
 from .ops.scatter import last_wins
 from .selection import Ranges, check_positions, check_ranges, check_skip_prefix, given_positions
 from .spec import CacheSpec, PagedCache
+from .values import kept
 
 GAPS = ("keep", "zero")
 
@@ -85,11 +86,11 @@ class Plan:
 
     def slots_by_chunk(self) -> list[Any]:
         """The slots of each chunk's rows, int32 `[rows]`."""
-        return [self.slots[first:last] for first, last in self._spans()]
+        return [self.slots[first:last] for first, last in self.spans()]
 
     def moving(self) -> list[int]:
         """The chunks of which a row may move; where slots are not known, all that have rows."""
-        spans = self._spans()
+        spans = self.spans()
         if not isinstance(self.slots, np.ndarray) or self.slots.min(initial=0) >= 0:
             return [k for k, (first, last) in enumerate(spans) if last > first]
         moved = np.concatenate([[0], np.cumsum(self.slots >= 0)])
@@ -100,11 +101,12 @@ class Plan:
         if self.positions is None:
             return [None] * len(self.chunks)
         old, new = self.positions
-        return [(old[..., first:last], new[..., first:last]) for first, last in self._spans()]
+        return [(old[..., first:last], new[..., first:last]) for first, last in self.spans()]
 
-    def _spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> list[tuple[int, int]]:
+        """The first row of each chunk, and one past its last."""
         ends = itertools.accumulate(chunk.num_rows for chunk in self.chunks)
-        return list(itertools.pairwise([0, *ends]))
+        return kept(self, "_spans", lambda: list(itertools.pairwise([0, *ends])))
 
 
 def plan(

@@ -11,7 +11,7 @@ from . import paths
 from .bulk import load, store
 from .chunk import Chunk, as_format
 from .spec import CacheSpec, PagedCache
-from .tuning import Tuning
+from .tuning import DEFAULT, Tuning
 
 
 def precompile(
@@ -63,7 +63,7 @@ def precompile(
         raise ValueError(f"max_tokens: expected an int of at least 1, got {max_tokens!r}")
     if max_tokens > pool.num_slots:
         raise ValueError(f"max_tokens: {max_tokens} is more than the pool's {pool.num_slots} slots")
-    tuning = Tuning() if tuning is None else tuning
+    tuning = tuning or DEFAULT
     rows = tuning.chunk_tokens if chunk_tokens is None else chunk_tokens
     of_store = {name: options.pop(name) for name in ("format", "layers_per_array") if name in options}
     turning = bool(pool.spec.ropes()) if positions is None else positions

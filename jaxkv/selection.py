@@ -1,6 +1,6 @@
 """Which tokens a call is about: their ranges, slots and positions, checked and laid out in rows of chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,7 +84,24 @@ class Selection(NamedTuple):
         return int(self.slots.shape[1])
 
 
-def select(
+class Rows(NamedTuple):
+    """Where the rows of a store come from: all that its copies wait for.
+
+    Attributes:
+        slots: int32 `[chunks, rows]`, the slot of each row, -1 for none.
+        described: what else is to be said of them, which can be worked out when they are on their way.
+    """
+
+    slots: Any
+    described: Callable[[], Selection]
+
+
+def select(spec: CacheSpec, slots: Any, **options: Any) -> Selection:
+    """`select_rows`, and what there is to say of them."""
+    return select_rows(spec, slots, **options).described()
+
+
+def select_rows(
     spec: CacheSpec,
     slots: Any,
     *,
@@ -95,23 +112,23 @@ def select(
     positions: Any,
     skip_prefix: Any,
     out_of_range: str,
-) -> Selection:
+) -> Rows:
     """Lays the tokens of a store out in chunks of `rows` rows; arguments and errors are those of `store`."""
     checks.check_out_of_range(out_of_range)
     slot = checks.slots_int32(slots, read=out_of_range == "raise")
-    ranges = _store_ranges(slot.shape[0], rows, starts, ends)
     prefix = check_skip_prefix(skip_prefix)
-    position = _positions(spec, positions, slot.shape[0])
     known_slots = isinstance(slot, np.ndarray) and not checks.is_traced(prefix)
-    if starts is None and known_slots and isinstance(position, np.ndarray):
-        return _consecutive(slot, position, ranges, rows, num_slots, int(prefix), out_of_range)
+    if starts is None and ends is None and positions is None and known_slots:
+        return _consecutive(spec, slot, rows, num_slots, int(prefix), out_of_range)
+    ranges = _store_ranges(slot.shape[0], rows, starts, ends)
+    position = _positions(spec, positions, slot.shape[0])
     token = ranges.starts[:, None] + np.arange(rows, dtype=np.int32)
     given = token < ranges.ends[:, None]
     token = np.where(given, token, np.int32(0))
     if token.size == 0 or slot.shape[0] == 0:
         nowhere = np.full(token.shape, -1, np.int32)
         none = np.zeros((len(token), *position.shape[:-1], rows), np.int32)
-        return Selection(nowhere, np.zeros_like(given), none, ranges.sizes)
+        return Rows(nowhere, lambda: Selection(nowhere, np.zeros_like(given), none, ranges.sizes))
     xp: Any = np if known_slots else jnp
     at = xp.asarray(slot)[token]
     taken = given & (at >= 0) & (token >= prefix)
@@ -120,30 +137,45 @@ def select(
         used[token[taken]] = True
         checks.check_slots_in_pool(np.where(used, slot, np.int32(-1)), num_slots)
     taken = taken & (at < num_slots)
-    xpos: Any = jnp if isinstance(position, jax.Array) else np
-    held = xpos.where(given, position[..., token], xpos.asarray(0, np.int32))
-    return Selection(xp.where(taken, at, xp.asarray(-1, np.int32)), taken, xpos.moveaxis(held, -2, 0), ranges.sizes)
+    table = xp.where(taken, at, xp.asarray(-1, np.int32))
+
+    def described() -> Selection:
+        xpos: Any = jnp if isinstance(position, jax.Array) else np
+        held = xpos.where(given, position[..., token], xpos.asarray(0, np.int32))
+        return Selection(table, taken, xpos.moveaxis(held, -2, 0), ranges.sizes)
+
+    return Rows(table, described)
 
 
-def _consecutive(
-    slot: np.ndarray, position: np.ndarray, ranges: Ranges, rows: int, num_slots: int, prefix: int, out_of_range: str
-) -> Selection:
-    """Chunks that follow one another, of known slots: the usual case, a few passes over them in place of a dozen."""
-    chunks, count = len(ranges.starts), len(slot)
-    flat, held = np.full(chunks * rows, -1, np.int32), np.zeros((*position.shape[:-1], chunks * rows), np.int32)
-    flat[prefix:count] = slot[prefix:]
-    held[..., :count] = position
+def _consecutive(spec: CacheSpec, slot: np.ndarray, rows: int, num_slots: int, prefix: int, out_of_range: str) -> Rows:
+    """Chunks that follow one another, of known slots at positions 0, 1, and so on: the usual case, in few passes."""
+    count = len(slot)
+    chunks = -(-count // rows)
+    flat = slot  # a copy of the caller's
+    if count < chunks * rows:
+        flat = np.full(chunks * rows, -1, np.int32)
+        flat[:count] = slot
+    flat[:prefix] = -1
     if flat.max(initial=-1) >= num_slots:
         if out_of_range == "raise":
             checks.check_slots_in_pool(flat, num_slots)
         flat[flat >= num_slots] = -1
     table = flat.reshape(chunks, rows)
-    by_chunk = held.reshape(*position.shape[:-1], chunks, rows)
-    return Selection(table, table >= 0, np.moveaxis(by_chunk, -2, 0), ranges.sizes)
+
+    def described() -> Selection:
+        position = _positions(spec, None, count)
+        held = np.zeros((*position.shape[:-1], chunks * rows), np.int32)
+        held[..., :count] = position
+        by_chunk = np.moveaxis(held.reshape(*position.shape[:-1], chunks, rows), -2, 0)
+        return Selection(table, table >= 0, by_chunk, _store_ranges(count, rows, None, None).sizes)
+
+    return Rows(table, described)
 
 
 def check_skip_prefix(skip_prefix: Any) -> Any:
     """The prefix as an int (or a traced int32); ValueError where it is negative, TypeError where no integer."""
+    if type(skip_prefix) is int and 0 <= skip_prefix <= checks.INT32_MAX:
+        return np.int32(skip_prefix)
     traced = checks.is_traced(skip_prefix)
     value = skip_prefix if traced else np.asarray(skip_prefix)
     if value.ndim or not np.issubdtype(value.dtype, np.integer):

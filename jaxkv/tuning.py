@@ -29,3 +29,7 @@ class Tuning:
                 raise ValueError(f"tuning: {name} must be an int of at least 1, got {value!r}")
         if self.chunks_per_call & (self.chunks_per_call - 1):
             raise ValueError(f"tuning: chunks_per_call must be a power of two, got {self.chunks_per_call}")
+
+
+DEFAULT = Tuning()
+"""What a call takes where the caller gives none."""

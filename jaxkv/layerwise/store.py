@@ -18,7 +18,7 @@ from ..ops.sharding import describe_pool
 from ..ops.transfer import Transfer
 from ..selection import Selection, check_ranges, select
 from ..spec import CacheSpec, PagedCache
-from ..tuning import Tuning
+from ..tuning import DEFAULT, Tuning
 from .pages import pages_of, transfer_of
 
 
@@ -95,7 +95,7 @@ def store_plan(
         longest, count = 0, slots.shape[0]
         if starts is not None and ends is not None:
             longest = int(check_ranges(starts, ends, count).sizes.max(initial=0))
-        rows = longest or layer_rows(spec, layers, count, tuning or Tuning())
+        rows = longest or layer_rows(spec, layers, count, tuning or DEFAULT)
     if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
         raise ValueError(f"chunk_tokens: expected an int of at least 1, got {chunk_tokens!r}")
     chosen = select(
@@ -222,8 +222,8 @@ def store_layer(
     count, traced = len(chosen.slots), checks.is_tracing()
     if path is None and not traced and next(iter(leaves[0].devices())).platform != "cpu":
         path = "overlapped"  # a program would hold up the computation beside it
-    tuning = Tuning() if tuning is None else tuning
-    way = paths.choose(path, leaves, (), traced=traced, nbytes=0, implementation=implementation, tuning=tuning)
+    how: dict[str, Any] = {"implementation": implementation, "tuning": tuning or DEFAULT}
+    way = paths.choose(path, leaves, (), traced=traced, nbytes=0, **how)
     meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)
     if count == 0:
         return LayerPart((), *meta)

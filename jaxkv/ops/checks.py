@@ -184,6 +184,8 @@ def slots_int32(slots: Any, *, name: str = "slots", read: bool = True) -> Any:
         TypeError: they are no integers.
         ValueError: they are not one-dimensional, or the array was deleted.
     """
+    if type(slots) is np.ndarray and slots.dtype == np.int32 and slots.ndim == 1:
+        return np.maximum(slots, np.int32(-1))  # the usual case: what follows looks up more than it computes
     on_device = isinstance(slots, jax.Array)
     if on_device and not is_traced(slots) and slots.is_deleted():
         raise ValueError(f"{name}: this array was deleted or donated to an earlier call")
@@ -203,8 +205,6 @@ def slots_int32(slots: Any, *, name: str = "slots", read: bool = True) -> Any:
     if on_device and (is_traced(slots) or not read):
         return narrow_traced(slots if is_traced(slots) else _in_device_memory(slots))
     slots = np.asarray(slots)
-    if slots.dtype == np.int32:
-        return np.maximum(slots, np.int32(-1))
     if np.issubdtype(slots.dtype, np.unsignedinteger):
         return np.minimum(slots, slots.dtype.type(min(INT32_MAX, np.iinfo(slots.dtype).max))).astype(np.int32)
     if slots.dtype == np.int64:

@@ -76,6 +76,7 @@ def _grouped(name: str, *groups: int) -> tuple[str, ...]:
 
 
 def _beside(rows: Rows) -> str:
+    part = "beside a forward pass"
     jobs = [
         ("store, to the last byte", "store: last byte", "layer-wise store, async"),
         ("load, each layer waiting for its own", "load, each layer waiting: last byte", None),
@@ -86,13 +87,13 @@ def _beside(rows: Rows) -> str:
     for label, name, peer in jobs:
         cells = []
         for tokens in _TOKENS:
-            ours = _values(rows["beside a forward pass", name, tokens], "value", 1)
-            theirs = (
-                "-" if peer is None else _values(rows["lmcache", f"{peer}, beside a forward pass", tokens], "value", 1)
-            )
+            ours = _values(rows[part, name, tokens], "value", 1)
+            theirs = "-" if peer is None else _values(rows["lmcache", f"{peer}, {part}", tokens], "value", 1)
             cells.append(f"{ours}; {theirs}")
         lines.append([label, *cells])
-    return _table(["% that a forward pass of 24 ms takes longer; LMCache", *_TOKENS], lines)
+    ((_, alone),) = [(key, runs) for key, runs in rows.items() if key[:2] == (part, "the forward pass alone")]
+    head = f"% that a forward pass of {_values(alone, 'value', 1)} ms takes longer; LMCache"
+    return _table([head, *_TOKENS], lines)
 
 
 def _values(runs: list[dict[str, Any]], field: str, digits: int) -> str:

@@ -38,8 +38,9 @@ def fetch_layers(
     Args:
         plan: of `jaxkv.plan`; with `parts` its chunks may be descriptions without data.
         ahead: layers (or groups that share an array) that are on their way beyond the current one. With none
-            nothing overlaps (a copy waits for what was queued before it); with 8 or 32 a forward pass was slower than
-            with 2.
+            nothing overlaps: a copy waits for what was queued before it. With more than three they arrive out of
+            order on an NVIDIA GPU: the runtime hands copies to four streams in turn, and the copy engine works off one
+            stream before the next, so that a layer's copy comes after those of later layers.
         parts: the chunks' arrays where they come later: for each layer (or group) in order, a sequence with the
             arrays of each chunk (or a `LayerPart`), asked for when they are to be sent.
         first_layer: where to begin, the first layer of an array; `parts` begin with its.

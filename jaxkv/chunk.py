@@ -72,8 +72,7 @@ class ChunkFormat:
 
     def groups(self, num_layers: int) -> tuple[range, ...]:
         """The layers that each array (or pair of arrays) of a chunk holds, in order."""
-        step = self.layers_per_array or num_layers
-        return tuple(range(first, min(first + step, num_layers)) for first in range(0, num_layers, step))
+        return _groups(self.layers_per_array or num_layers, num_layers)
 
     def shapes(self, spec: CacheSpec, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of all arrays of a chunk of `num_tokens` rows."""
@@ -153,6 +152,11 @@ class Fingerprint:
     def difference(self, spec: CacheSpec) -> str | None:
         """The first part in which a cache differs, with both values; None where chunks of this kind load into it."""
         return _difference(self, spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups(step: int, num_layers: int) -> tuple[range, ...]:
+    return tuple(range(first, min(first + step, num_layers)) for first in range(0, num_layers, step))
 
 
 @functools.lru_cache(maxsize=1024)

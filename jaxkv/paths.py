@@ -3,10 +3,10 @@
 *Overlapped*: one gather into device memory and one `device_put` a chunk (a load the other way round), through a
 ring of device buffers; the copies ride streams of their own, so this is the way beside a computation, and the only
 one inside `jit`, on a sharded pool and without handlers. *Engine*: one operation for many chunks, in which the
-copy engine moves one chunk while a kernel fills the next buffer; soonest done where nothing computes beside it, since it
-holds the computation's stream until the last copy. *Direct*: a kernel reads or writes pinned memory itself, and holds
-the stream as well; least overhead for little data, and on a CPU always the best, since there it is one copy instead of
-two.
+copy engine moves one chunk while a kernel fills the next buffer; soonest done where nothing computes beside it,
+since it holds the computation's stream until the last copy. *Direct*: a kernel reads or writes pinned memory itself,
+and holds the stream as well; least overhead for little data, and on a CPU always the best, since there it is one
+copy instead of two.
 """
 
 import functools

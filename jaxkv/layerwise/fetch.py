@@ -68,6 +68,8 @@ def fetch_layers(
             if not checks.are_alive(chunk.data):
                 raise ValueError(f"plan: an array of chunk {i} was deleted or recycled by an earlier call")
     source = _Source(plan, parts, grouped)
+    if first_layer == 0:
+        return _fetch(source, 0, ahead)
     begins = [layers.start for layers in source.groups]
     if first_layer not in begins:
         raise ValueError(f"first_layer: no array begins with layer {first_layer!r}; they do with {begins}")
@@ -109,25 +111,28 @@ class _Source:
         formats = [chunk.format for chunk in plan.chunks] or [as_format(self._spec, None, 1)]
         self.groups = formats[0].groups(self._spec.num_layers)
         for i, format in enumerate(formats):
-            if format.groups(self._spec.num_layers) != self.groups:
+            if format is not formats[0] and format.groups(self._spec.num_layers) != self.groups:
                 raise ValueError(
                     f"chunks: chunk {i} has {format.layers_per_array} layers in an array, chunk 0 has "
                     f"{formats[0].layers_per_array}; layer by layer they must agree"
                 )
         self._formats = formats
         self._layouts = [_of_one_layer(format.array_layout) for format in formats]
-        # Neighbours of one shape are written by one scatter.
-        self._runs = [
-            list(members)
-            for _, members in itertools.groupby(
-                range(len(plan.chunks)), key=lambda k: (formats[k], plan.chunks[k].num_rows)
-            )
-        ]
-        # Small tables are sent once, not with every layer, and behind the first layer's arrays.
-        arrays = (array for chunk in plan.chunks for array in chunk.data)
-        self._sharding = None if checks.is_tracing() else next((array.sharding for array in arrays), None)
         self._own: dict[Any, list[Any]] = {}
         self._is_slab = self._spec.pool_layout.has_axis("layer")
+
+    # What the first copy does not wait for.
+    @functools.cached_property
+    def _runs(self) -> list[list[int]]:
+        """Neighbours of one shape, which are written by one scatter."""
+        kinds = [(format, chunk.num_rows) for format, chunk in zip(self._formats, self._plan.chunks, strict=False)]
+        return [list(members) for _, members in itertools.groupby(range(len(kinds)), key=kinds.__getitem__)]
+
+    @functools.cached_property
+    def _sharding(self) -> Any:
+        """Where the chunks are, None where that is not known."""
+        arrays = (array for chunk in self._plan.chunks for array in chunk.data)
+        return None if checks.is_tracing() else next((array.sharding for array in arrays), None)
 
     def send(self, layers: range) -> list[tuple[jax.Array, ...]]:
         """Sends the arrays of a group to the device: for each chunk its arrays."""

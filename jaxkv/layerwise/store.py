@@ -220,10 +220,11 @@ def store_layer(
         # The plan may have been made without the pages: a row past them is zero bytes, and not real.
         chosen = chosen._replace(valid=chosen.valid & (chosen.slots < num_slots))
     count, traced = len(chosen.slots), checks.is_tracing()
-    if path is None and not traced and next(iter(leaves[0].devices())).platform != "cpu":
-        path = "overlapped"  # a program would hold up the computation beside it
-    how: dict[str, Any] = {"implementation": implementation, "tuning": tuning or DEFAULT}
-    way = paths.choose(path, leaves, (), traced=traced, nbytes=0, **how)
+    staging = None
+    if path is not None or (not traced and next(iter(leaves[0].devices())).platform == "cpu"):
+        how: dict[str, Any] = {"implementation": implementation, "tuning": tuning or DEFAULT}
+        way = paths.choose(path, leaves, (), traced=traced, nbytes=0, **how)
+        staging = None if way.path == "overlapped" else way.staging
     meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)
     if count == 0:
         return LayerPart((), *meta)
@@ -234,8 +235,8 @@ def store_layer(
     else:
         checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
         on_device = plan.slots_beside(leaves[0])
-        if way.path != "overlapped":
-            data = place_leaves(on_device, None, leaves, transfer=transfer, num_chunks=count, staging=way.staging)
+        if staging is not None:
+            data = place_leaves(on_device, None, leaves, transfer=transfer, num_chunks=count, staging=staging)
         elif ring is None:
             data = host.place(_gather_chunks_jit(on_device, leaves, **statics))
         else:

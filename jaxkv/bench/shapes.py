@@ -19,11 +19,13 @@ class Shape:
         name: of the model.
         spec: its cache.
         num_slots: slots of the pool.
+        order: of the pages that tokens are in: "random", "sorted" (with gaps between them) or "contiguous".
     """
 
     name: str
     spec: CacheSpec
     num_slots: int
+    order: str = "random"
 
     @property
     def num_pages(self) -> int:
@@ -31,9 +33,14 @@ class Shape:
         return self.num_slots // self.spec.page_size
 
     def slots(self, tokens: int, seed: int) -> np.ndarray:
-        """The slots of `tokens` tokens in random pages, int32."""
-        size = self.spec.page_size
-        pages = np.random.default_rng(seed).permutation(self.num_pages)[: -(-tokens // size)]
+        """The slots of `tokens` tokens, int32; other pages for another seed."""
+        size, rng = self.spec.page_size, np.random.default_rng(seed)
+        count = -(-tokens // size)
+        pages = rng.permutation(self.num_pages)[:count]
+        if self.order == "sorted":
+            pages.sort()
+        elif self.order == "contiguous":
+            pages = rng.integers(self.num_pages - count + 1) + np.arange(count)
         return (pages[:, None] * size + np.arange(size)).reshape(-1)[:tokens].astype(np.int32)
 
 
@@ -47,9 +54,10 @@ def shape(
     layout: Layout = layouts.FLASH_ATTENTION,
     dtype: DTypeLike = jnp.bfloat16,
     num_slots: int = 65536,
+    order: str = "random",
 ) -> Shape:
     """A shape by its numbers."""
-    return Shape(name, CacheSpec(layout, layers, heads, dim, page_size, dtype), num_slots)
+    return Shape(name, CacheSpec(layout, layers, heads, dim, page_size, dtype), num_slots, order)
 
 
 LLAMA_8B = shape("Llama-3.1-8B", layers=32, heads=8, dim=128)
@@ -65,6 +73,8 @@ MORE = (
     shape("Llama-3.1-8B, pages of 1", layers=32, heads=8, dim=128, page_size=1),
     shape("Llama-3.1-8B, pages of 64", layers=32, heads=8, dim=128, page_size=64),
     shape("Llama-3.1-8B, pages of 256", layers=32, heads=8, dim=128, page_size=256),
+    shape("Llama-3.1-8B, sorted pages", layers=32, heads=8, dim=128, order="sorted"),
+    shape("Llama-3.1-8B, contiguous pages", layers=32, heads=8, dim=128, order="contiguous"),
     shape("Llama-3.1-8B HND", layers=32, heads=8, dim=128, layout=layouts.FLASH_ATTENTION_HND),
     shape("Llama-3.1-8B K, V apart", layers=32, heads=8, dim=128, layout=layouts.KV_LISTS),
     shape("Llama-3.1-8B cross-layer", layers=32, heads=8, dim=128, layout=layouts.CROSS_LAYER),

@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxkv.bench import calibrate, kernels, overlap, rows, run, shapes, table, timing
@@ -77,3 +78,16 @@ def test_calibration_gives_a_tuning():
     assert isinstance(found, Tuning) and found.array_bytes > 0
     if jax.default_backend() == "cpu":
         assert (found.direct_bytes, found.chunks_per_call) == (Tuning().direct_bytes, Tuning().chunks_per_call)
+
+
+@pytest.mark.parametrize("order", ["random", "sorted", "contiguous"])
+def test_slots_of_a_shape(order):
+    """Distinct, whole pages in the order that was asked for, others for another seed."""
+    made = shapes.shape("test", layers=1, heads=1, dim=8, num_slots=512, order=order)
+    tables = [made.slots(40, seed) for seed in range(3)]
+    for slots in tables:
+        assert len(set(slots.tolist())) == 40 and slots.max() < 512
+        pages = slots[::16] // 16
+        steps = set(np.diff(pages).tolist())
+        assert {"random": True, "sorted": min(steps) > 0, "contiguous": steps == {1}}[order]
+    assert len({slots.tobytes() for slots in tables}) > 1

@@ -121,7 +121,8 @@ ffi::Error MoveThroughStaging(cudaStream_t stream, ffi::ScratchAllocator& scratc
   std::vector<cudaEvent_t> emptied(num_chunks);
   // The staging memory, and what is in pinned memory, are this call's from here on.
   copies.Wait(copies.stream(), copies.Mark(stream));
-  for (int64_t c = 0; c < num_chunks; ++c) {
+  ffi::Error moved = ffi::Error::Success();
+  for (int64_t c = 0; c < num_chunks && moved.success(); ++c) {
     auto copy = [&] {
       for (int64_t leaf = 0; leaf < leaves_per_chunk; ++leaf) {
         char* host = host_leaf(c * leaves_per_chunk + leaf);
@@ -138,7 +139,7 @@ ffi::Error MoveThroughStaging(cudaStream_t stream, ffi::ScratchAllocator& scratc
     };
     if (direction == Direction::kGather) {
       if (c >= staging) copies.Wait(stream, emptied[c - staging]);
-      if (ffi::Error error = move(); error.failure()) return error;
+      moved = move();
       copies.Wait(copies.stream(), copies.Mark(stream));
       copy();
       emptied[c] = copies.Mark(copies.stream());
@@ -146,11 +147,13 @@ ffi::Error MoveThroughStaging(cudaStream_t stream, ffi::ScratchAllocator& scratc
       if (c >= staging) copies.Wait(copies.stream(), emptied[c - staging]);
       copy();
       copies.Wait(stream, copies.Mark(copies.stream()));
-      if (ffi::Error error = move(); error.failure()) return error;
+      moved = move();
       emptied[c] = copies.Mark(stream);
     }
   }
+  // Also after a failure: XLA takes the staging memory back, and no copy may still be at it.
   copies.Wait(stream, copies.Mark(copies.stream()));
+  if (moved.failure()) return moved;
   if (copies.error() != cudaSuccess) {
     return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies.error()));
   }

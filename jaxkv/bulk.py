@@ -54,7 +54,8 @@ def store(
         starts: the first token of each chunk. By default chunks of `chunk_tokens` tokens follow one another, the
             last one shorter.
         ends: one past the last token of each chunk, at most `chunk_tokens` further on; with `starts`.
-        positions: integers `[tokens]`, the position each key is rotated for; by default a token's index.
+        positions: integers `[tokens]` (`[3, tokens]` for M-RoPE), the position each key is rotated for; by default a
+            token's index in `slots`, which is wrong for a part of a sequence that does not begin it.
         chunk_tokens: rows of each chunk's arrays (256); a shorter range fills the rest with zero bytes.
         layers_per_array: layers that share one array; by default all do.
         format: of the chunks: a `ChunkFormat`, `Layout`, sentence or name. By default KV_2LTD (KV_MLA for one
@@ -167,7 +168,8 @@ def load(
     spec, pool, tuning = _check_call(cache, implementation, tuning)
     if isinstance(chunks, Plan):
         if slots is not None or options:
-            raise TypeError(f"load: a plan has its slots and options already, got {['slots', *options]}")
+            given = ["slots"] * (slots is not None) + sorted(options)
+            raise TypeError(f"load: a plan has its slots and options already, got {given}")
         plan = chunks
         _check_plan(plan, spec, pool)
     else:

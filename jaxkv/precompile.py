@@ -28,12 +28,15 @@ def precompile(
 ) -> PagedCache:
     """Compiles what `store` and `load` need, so that no call of up to so many tokens compiles anything.
 
+    That is, no call with these options, slots in NumPy or a list, and the cache consumed. The programs of a layer-wise
+    transfer are the caller's own, or compiled with the first layer.
+
     It makes such calls: chunks of tokens are stored and loaded into the slots they came from, which changes no byte.
     Programs are made for the pool's own arrays, so they have to be at hand: those of a cache, or with a spec a pool of
     zero bytes, which is to be called before the memory is needed for another.
 
     Args:
-        cache: the cache, which is consumed (its bytes are those of the result), or its spec.
+        cache: the cache, which is consumed (its arrays are deleted, their bytes are those of the result), or its spec.
         max_tokens: of the longest call.
         num_pages: pages of the pool, with a spec.
         sharding: of the pool's arrays, with a spec.

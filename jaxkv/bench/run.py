@@ -206,6 +206,8 @@ def main(*, quick: bool, json_file: str | None, peer: str | None, calibrating: b
     rows = list(_peer_rows(peer)) if peer else []
     for row in rows:
         print(row.line(), flush=True)
+    if quick:
+        print("small shapes, measured briefly: this shows that it works, not how fast it is", flush=True)
     first: list[Row] = []
     with _progress() as step:
         if not quick:

@@ -78,9 +78,10 @@ def _grouped(name: str, *groups: int) -> tuple[str, ...]:
 def _beside(rows: Rows) -> str:
     part = "beside a forward pass"
     jobs = [
-        ("store, to the last byte", "store: last byte", "layer-wise store, async"),
-        ("load, each layer waiting for its own", "load, each layer waiting: last byte", None),
-        ("load, not waiting", "load, not waiting: last byte", "layer-wise load, not waiting"),
+        ("store, to the last byte (LMCache: async)", "store: last byte", "layer-wise store, async"),
+        ("store, to the last product", "store: last product", None),
+        ("load, each layer waiting for its own KV", "load, each layer waiting: last byte", None),
+        ("load, no layer waiting (LMCache: sync)", "load, not waiting: last byte", "layer-wise load, not waiting"),
         ("load with keys turned, each layer waiting", "load, keys turned: last byte", "CacheBlend load"),
     ]
     lines = []
@@ -92,7 +93,7 @@ def _beside(rows: Rows) -> str:
             cells.append(f"{ours}; {theirs}")
         lines.append([label, *cells])
     ((_, alone),) = [(key, runs) for key, runs in rows.items() if key[:2] == (part, "the forward pass alone")]
-    head = f"% that a forward pass of {_values(alone, 'value', 1)} ms takes longer; LMCache"
+    head = f"% that a forward pass of {_values(alone, 'value', 1)} ms takes longer; LMCache (of its own)"
     return _table([head, *_TOKENS], lines)
 
 

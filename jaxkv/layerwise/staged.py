@@ -44,7 +44,9 @@ class Run:
 class Staged:
     """One layer of a load, or a group of them, on the device: a value for the caller's own `jit`.
 
-    All layers are of one type, so that what is jitted compiles once for all of them.
+    All layers are of one type, so that what is jitted compiles once for all of them. It compiles again for a plan of
+    another number of tokens, since `row_of_token` and what `kv` gives have that length: pad the plan's slots with -1 to
+    a few lengths where requests differ.
 
     Attributes:
         runs: the rows, in the order in which they are written.

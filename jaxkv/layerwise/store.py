@@ -24,7 +24,7 @@ from .pages import pages_of, transfer_of
 
 @dataclasses.dataclass(frozen=True)
 class StorePlan:
-    """The tokens of a layer-wise store, checked once for all layers.
+    """The tokens of a layer-wise store, checked once for all layers; of the host, and no argument of a jitted function.
 
     Attributes:
         chosen: the slots and positions, in rows of chunks.

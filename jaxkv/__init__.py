@@ -32,7 +32,7 @@ from .layerwise import (  # noqa: E402
 )
 from .layout import Layout, Sizes  # noqa: E402
 from .plans import Counts, Plan, plan  # noqa: E402
-from .precompile import precompile  # noqa: E402
+from .precompiling import precompile  # noqa: E402
 from .rope import Rope  # noqa: E402
 from .selection import slot_mapping  # noqa: E402
 from .spec import CacheSpec, PagedCache  # noqa: E402

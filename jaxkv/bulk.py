@@ -20,9 +20,9 @@ from .ops import checks, primitive
 from .paths import Group, Part, Restore, Stretch, groups_of
 from .plans import Plan
 from .plans import plan as make_plan
-from .selection import Selection, select_rows
+from .selection import Selection, check_chunk_tokens, select_rows
 from .spec import CacheSpec, PagedCache, Pool
-from .tuning import DEFAULT, Tuning
+from .tuning import Tuning, check_tuning
 
 
 def store(
@@ -79,12 +79,9 @@ def store(
         RuntimeError: `implementation="ffi"` where no handlers were built, or a `path` that is not possible.
     """
     spec, pool, tuning = _check_call(cache, implementation, tuning)
-    rows = tuning.chunk_tokens if chunk_tokens is None else chunk_tokens
-    if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
-        raise ValueError(f"chunk_tokens: expected an int of at least 1, got {chunk_tokens!r}")
+    rows = check_chunk_tokens(tuning.chunk_tokens if chunk_tokens is None else chunk_tokens)
     format = as_format(spec, format, layers_per_array)
     groups = groups_of(spec, format)
-    rows = int(rows)
     chosen = select_rows(
         spec,
         slots,
@@ -225,9 +222,7 @@ def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | 
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache: expected a PagedCache, got {type(cache).__name__}")
     primitive.check_implementation(implementation)
-    if tuning is not None and not isinstance(tuning, Tuning):
-        raise TypeError(f"tuning: expected a Tuning, got {tuning!r}")
-    return cache.spec, cache.pool, tuning or DEFAULT
+    return cache.spec, cache.pool, check_tuning(tuning)
 
 
 def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .ops import checks
@@ -99,12 +100,15 @@ def reserve(nbytes: int, *, device: jax.Device | None = None) -> float:
         logged before.
 
     Raises:
+        TypeError: `device` is none.
         ValueError: `nbytes` is no positive integer.
         MemoryError: the runtime cannot have that much: its limit on pinned memory is lower, or the machine has less.
     """
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 1:
+    if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer)) or nbytes < 1:
         raise ValueError(f"nbytes: expected an int of at least 1, got {nbytes!r}")
     device = jax.devices()[0] if device is None else device
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"device: expected a jax.Device, got {device!r}")
     if device.platform == "cpu":
         _LOG.info("host memory is not pinned on %s: nothing to reserve", device)
         return 0.0
@@ -115,7 +119,7 @@ def reserve(nbytes: int, *, device: jax.Device | None = None) -> float:
     start = time.perf_counter()
     try:
         # Memory that nothing writes: it is pinned and given back, and the runtime's pool keeps it.
-        block = jax.jit(lambda: jax.lax.empty((nbytes,), jnp.uint8), out_shardings=pinned)()
+        block = jax.jit(lambda: jax.lax.empty((int(nbytes),), jnp.uint8), out_shardings=pinned)()
         block.block_until_ready().delete()
     except jax.errors.JaxRuntimeError as error:
         raise MemoryError(

@@ -69,8 +69,15 @@ class Plan:
     num_slots: int | None = dataclasses.field(metadata={"static": True})
     out_of_range: str = dataclasses.field(metadata={"static": True})
 
-    def check(self) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is kept beside the fields: tables on a device do not pickle, and a copy is checked anew.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def check(self, *, data_later: bool = False) -> None:
         """Checks the chunks again: all about them where this is not a plan as `plan` made it, else what may change.
+
+        Args:
+            data_later: whether chunks may be without data.
 
         Raises:
             TypeError, ValueError: as `plan`; of what `plan` made, a ValueError where an array was deleted since.
@@ -78,7 +85,7 @@ class Plan:
         if self.__dict__.get("_as_made"):
             check_alive(self.chunks)
         else:
-            check_chunks(self.spec, self.chunks)
+            check_chunks(self.spec, self.chunks, data_later=data_later)
 
     def slots_fit(self, num_slots: int) -> bool:
         """Whether it is known, without a look at the slots, that a pool of that many has them all."""
@@ -216,6 +223,9 @@ def plan(
         num_outside + gap_counts.out_of_range,
         num_bad,
     )
+    for table in jax.tree.leaves((final, zero_slots, zeroed, row_of_token, moved_to)):
+        if isinstance(table, np.ndarray):
+            table.flags.writeable = False  # what was checked, and sent to a device, stays as it is
     made = Plan(tuple(parts), final, zero_slots, zeroed, row_of_token, moved_to, counts, spec, num_slots, out_of_range)
     # Not a field: a plan that is altered, or comes out of a program, is another one.
     object.__setattr__(made, "_as_made", all(type(chunk.data) is tuple and chunk.data for chunk in parts))

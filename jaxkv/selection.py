@@ -172,6 +172,13 @@ def _consecutive(spec: CacheSpec, slot: np.ndarray, rows: int, num_slots: int, p
     return Rows(table, described)
 
 
+def check_chunk_tokens(rows: Any) -> int:
+    """Rows of a chunk as an int; ValueError where they are no positive integer."""
+    if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
+        raise ValueError(f"chunk_tokens: expected an int of at least 1, got {rows!r}")
+    return int(rows)
+
+
 def check_skip_prefix(skip_prefix: Any) -> Any:
     """The prefix as an int (or a traced int32); ValueError where it is negative, TypeError where no integer."""
     if type(skip_prefix) is int and 0 <= skip_prefix <= checks.INT32_MAX:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -218,6 +217,11 @@ class Pool:
     num_slots: int
 
 
+def _is_frozen(tree: Any) -> bool:
+    """Whether a tree of arrays is of tuples alone."""
+    return isinstance(tree, jax.Array) or (type(tree) is tuple and all(map(_is_frozen, tree)))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PagedCache:
@@ -249,25 +253,24 @@ class PagedCache:
     def pool(self) -> Pool:
         """The arrays, checked: raises as `CacheSpec.check` does.
 
-        What was found is kept, since the checks of many arrays take longer than queueing a transfer of them; they are
-        made anew where `pages`, which may be a list, holds other arrays by now.
+        What was found is kept where `pages` cannot change (it is an array, or made of tuples), since the checks of many
+        arrays take longer than queueing a transfer of them.
         """
-        if checks.is_tracing():
-            return self.spec.check(self.pages)
-        leaves = jax.tree.leaves(self.pages)
-        given, pool = self.__dict__.get("_pool", ((), None))
-        same = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
-        if pool is None or not same or any([leaf.is_deleted() for leaf in leaves]):
+        pool: Pool | None = self.__dict__.get("_pool")
+        if pool is None or any([leaf.is_deleted() for leaf in pool.leaves]) or checks.is_tracing():
             pool = self.spec.check(self.pages)
-            object.__setattr__(self, "_pool", (leaves, pool))
+            self._keep(pool)
         return pool
+
+    def _keep(self, pool: Pool) -> None:
+        if not checks.is_tracing() and _is_frozen(self.pages):
+            object.__setattr__(self, "_pool", pool)
 
     @classmethod
     def of(cls, pool: Pool, spec: CacheSpec) -> "PagedCache":
         """A cache of arrays that were checked, or that an operation made of such."""
         cache = cls(jax.tree.unflatten(pool.structure, pool.leaves), spec)
-        if not checks.is_tracing():
-            object.__setattr__(cache, "_pool", (pool.leaves, pool))
+        cache._keep(pool)
         return cache
 
     @property

@@ -33,3 +33,10 @@ class Tuning:
 
 DEFAULT = Tuning()
 """What a call takes where the caller gives none."""
+
+
+def check_tuning(tuning: Tuning | None) -> Tuning:
+    """A call's tuning; TypeError where it is none."""
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise TypeError(f"tuning: expected a Tuning, got {tuning!r}")
+    return DEFAULT if tuning is None else tuning

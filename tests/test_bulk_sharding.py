@@ -204,3 +204,29 @@ def test_unsupported_places_are_refused():
     with pytest.raises(ValueError, match=r"(?i)array 2 is on .*cpu.*1.*array 0 on .*cpu.*0"):
         jaxkv.load(jaxkv.PagedCache(tuple(pages), model.spec), scene.chunks, slots)
     scene.check()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("heads_split", [True, False])
+@pytest.mark.parametrize("path", [None, "overlapped", "direct"])
+def test_a_mesh_of_one_device(path, heads_split, kind):
+    """K1, I14: the paths of one device serve it; chunks are sharded as the overlapped path shards them."""
+    if path == "direct" and "ffi" not in helpers.IMPLEMENTATIONS:
+        pytest.skip("the extension is not built")
+    model = Model("A2")
+    mesh = jax.make_mesh((1,), ("tp",), axis_types=(kind,), devices=jax.devices()[:1])
+    split = P(None, None, None, "tp", None) if heads_split else P()
+    arrays = model.arrays(0)
+    cache = model.cache(arrays, NamedSharding(mesh, split))
+    slots = np.random.default_rng(0).permutation(28)[:21]
+    chunks = jaxkv.store(cache, slots, chunk_tokens=8, path=path)
+    chunks = jaxkv.store(cache, slots, chunk_tokens=8, path=path, into=chunks[:1])
+    helpers.stored(model, arrays, chunks, slots, *helpers.follow(21, 8))
+    plain = jaxkv.store(cache, slots, chunk_tokens=8, path="overlapped")
+    for mine, other in zip(chunks, plain, strict=True):
+        assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in zip(mine.data, other.data, strict=True))
+    plan = jaxkv.store_plan(cache, slots, chunk_tokens=8)
+    parts = [jaxkv.store_layer(page, plan, layer=i, path=path) for i, page in enumerate(cache.pages)]
+    helpers.stored(model, arrays, jaxkv.join_layers(parts), slots, *helpers.follow(21, 8))
+    after = jaxkv.load(model.cache(model.arrays(), NamedSharding(mesh, split)), chunks, slots, path=path)
+    helpers.assert_same(after.pages, model.written(model.arrays(), model.rows(arrays, slots), slots))

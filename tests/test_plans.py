@@ -1,13 +1,16 @@
 """plan against the oracle's loop over tokens: rows, slots, counts, gaps; concrete and traced."""
 
+import copy
 import dataclasses
+import pickle
 
+import helpers
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import counts_of
+from helpers import Model, Scene, counts_of
 from hypothesis import given, settings
 
 import jaxkv
@@ -200,3 +203,30 @@ def test_gaps_under_a_tracer_need_static_ranges():
     chunks = [CHUNKS[6], CHUNKS[3]]
     with pytest.raises(ValueError, match=r"gaps: .*starts and ends must be given"):
         jax.jit(lambda c, s: jaxkv.plan(SPEC.empty(7), c, s, gaps="zero").slots)(chunks, np.arange(12))
+
+
+def test_a_plan_stays_what_was_checked():
+    """What was checked cannot be edited in place; copies and pickles are checked anew, also after a load."""
+    made = Scene(Model("A2"), 8)
+    cache = made.model.poisoned()
+    plan = jaxkv.plan(cache, made.chunks, made.slots[:8], gaps="zero")
+    for table in (plan.slots, plan.zero_slots, plan.zeroed, plan.row_of_token):
+        with pytest.raises(ValueError, match="read-only"):
+            table[:] = 0
+    for _ in range(2):  # before and after a layer-wise load has sent its tables
+        for copied in (pickle.loads(pickle.dumps(plan)), copy.copy(plan), copy.deepcopy(plan)):
+            helpers.assert_same(
+                jaxkv.load(made.model.poisoned(), copied).pages, jaxkv.load(cache, plan, donate=False).pages
+            )
+        altered = dataclasses.replace(plan, slots=np.full_like(plan.slots, 4000))
+        with pytest.raises(ValueError, match="slot 4000"):
+            jaxkv.load(cache, altered)
+        by_layer = jaxkv.plan(cache, jaxkv.store(cache, made.slots[:8], layers_per_array=1), made.slots[:8])
+        staged = list(jaxkv.fetch_layers(by_layer))
+        jax.tree.map(lambda x: x.delete() if isinstance(x, jax.Array) else None, staged)
+        assert len(list(jaxkv.fetch_layers(by_layer))) == 3  # its tables are sent again
+        pages = [jaxkv.write(page, s) for page, s in zip(cache.pages, jaxkv.fetch_layers(by_layer), strict=True)]
+        helpers.assert_same(pages, cache.pages)
+        plan = pickle.loads(pickle.dumps(by_layer))
+    with pytest.raises(ValueError, match="missing"):
+        jaxkv.fetch_layers(dataclasses.replace(plan, chunks=(None, *plan.chunks[1:])))

@@ -1,6 +1,12 @@
 """CacheSpec and PagedCache: what they hold, and that they are values."""
 
+import copy
 import dataclasses
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
 
 import helpers
 import jax
@@ -8,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import POOLS, small
+from helpers import POOLS, Model, small
 
 import jaxkv
 from jaxkv.testing import oracle
@@ -161,3 +167,46 @@ def test_more_slots_than_int32_numbers():
         return pages
 
     jax.eval_shape(check, huge)
+
+
+def test_what_was_checked_is_kept_where_pages_cannot_change():
+    """A list may be given other arrays, or another structure: it is checked every time, and nothing is held."""
+    model = Model("A2")
+    cache = model.random(0)[1]
+    assert cache.pool is cache.pool
+    for copied in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert copied.pool is not cache.pool and copied.num_pages == cache.num_pages
+    cache.pages[1].delete()
+    with pytest.raises(ValueError, match="deleted or donated"):
+        assert cache.pool
+
+    changing = jaxkv.PagedCache(list(model.random(1)[1].pages), model.spec)
+    assert changing.num_pages == model.pages
+    first = weakref.ref(changing.pages[0])
+    changing.pages[0] = model.random(2)[1].pages[0]
+    gc.collect()
+    assert first() is None
+    helpers.assert_same(changing.pool.leaves[0], changing.pages[0])
+    changing.pages.append(None)
+    with pytest.raises(ValueError, match="pages: "):
+        assert changing.pool
+    changing.pages[:] = [list(changing.pages[:3])]
+    with pytest.raises(ValueError, match="pages: "):
+        assert changing.pool
+
+
+def test_a_traced_function_may_import_the_package():
+    """R12: what is traced during the import is not taken for the state in which nothing is."""
+    program = """
+import jax, jax.numpy as jnp
+jax.config.update("jax_platforms", "cpu")
+@jax.jit
+def f(x):
+    import jaxkv
+    return x + 1
+f(jnp.ones(2))
+import jaxkv
+spec = jaxkv.CacheSpec("kv page token head dim", 1, 1, 4, 4, jnp.bfloat16)
+print(len(jaxkv.store(spec.empty(2), [0, 1])))
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "1"

@@ -61,12 +61,11 @@ def fetch_layers(
         raise TypeError(f"plan: expected a Plan, got {type(plan).__name__}")
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
         raise ValueError(f"ahead: expected an int of at least 0, got {ahead!r}")
+    plan.check(data_later=True)
     if parts is None:
         for i, chunk in enumerate(plan.chunks):
             if not chunk.data:
                 raise ValueError(f"plan: chunk {i} has no data; give it with parts=")
-            if not checks.are_alive(chunk.data):
-                raise ValueError(f"plan: an array of chunk {i} was deleted or recycled by an earlier call")
     source = _Source(plan, parts, grouped)
     if first_layer == 0:
         return _fetch(source, 0, ahead)
@@ -198,7 +197,7 @@ class _Source:
         else:
             own = kept(self._plan, "_tables", dict)
         key = (kind, self._sharding)
-        if key not in own:
+        if key not in own or not checks.are_alive(jax.tree.leaves(own[key])):  # a `Staged` of it may have been donated
             own[key] = make()
         return own[key]
 

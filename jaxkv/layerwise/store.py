@@ -16,9 +16,10 @@ from ..ops.gather import gather_leaves
 from ..ops.pinned import place_leaves
 from ..ops.sharding import describe_pool
 from ..ops.transfer import Transfer
-from ..selection import Selection, check_ranges, select
+from ..selection import Selection, check_chunk_tokens, check_ranges, select
 from ..spec import CacheSpec, PagedCache
-from ..tuning import DEFAULT, Tuning
+from ..tuning import Tuning, check_tuning
+from ..values import kept
 from .pages import pages_of, transfer_of
 
 
@@ -39,14 +40,17 @@ class StorePlan:
     spec: CacheSpec
     num_slots: int
     out_of_range: str
-    _sent: dict[Any, jax.Array] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # without what was sent
 
     def slots_beside(self, page: jax.Array) -> jax.Array:
         """The slots on the devices of some pages: sent there once, for all layers."""
+        sent: dict[Any, jax.Array] = kept(self, "_sent", dict)
         sharding = page.sharding
-        if sharding not in self._sent:
-            self._sent[sharding] = host.send_beside([self.slots], sharding)[0]
-        return self._sent[sharding]
+        if sharding not in sent or sent[sharding].is_deleted():
+            sent[sharding] = host.send_beside([self.slots], sharding)[0]
+        return sent[sharding]
 
 
 def store_plan(
@@ -95,13 +99,12 @@ def store_plan(
         longest, count = 0, slots.shape[0]
         if starts is not None and ends is not None:
             longest = int(check_ranges(starts, ends, count).sizes.max(initial=0))
-        rows = longest or layer_rows(spec, layers, count, tuning or DEFAULT)
-    if isinstance(rows, bool) or not isinstance(rows, (int, np.integer)) or rows < 1:
-        raise ValueError(f"chunk_tokens: expected an int of at least 1, got {chunk_tokens!r}")
+        rows = longest or layer_rows(spec, layers, count, check_tuning(tuning))
+    rows = check_chunk_tokens(rows)
     chosen = select(
         spec,
         slots,
-        rows=int(rows),
+        rows=rows,
         num_slots=num_slots,
         starts=starts,
         ends=ends,
@@ -202,6 +205,7 @@ def store_layer(
         raise TypeError(f"slots: a StorePlan has its options already, got {sorted(options)}")
     elif spec is not None and spec != slots.spec:
         raise ValueError("spec: another one than the StorePlan was made for; it is not needed beside one")
+    tuning = check_tuning(tuning)
     if ring is not None and not isinstance(ring, host.Ring):
         raise TypeError(f"ring: expected a jaxkv.host.Ring, got {ring!r}")
     plan: StorePlan = slots
@@ -222,7 +226,7 @@ def store_layer(
     count, traced = len(chosen.slots), checks.is_tracing()
     staging = None
     if path is not None or (not traced and next(iter(leaves[0].devices())).platform == "cpu"):
-        how: dict[str, Any] = {"implementation": implementation, "tuning": tuning or DEFAULT}
+        how: dict[str, Any] = {"implementation": implementation, "tuning": tuning}
         way = paths.choose(path, leaves, (), traced=traced, nbytes=0, **how)
         staging = None if way.path == "overlapped" else way.staging
     meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)

@@ -1,5 +1,6 @@
 """What is checked before an op is launched: pools, rows and slots, each error naming the argument."""
 
+import concurrent.futures
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,13 @@ def is_tracing() -> bool:
     return jax.extend.core.get_opaque_trace_state() != _NOT_TRACING
 
 
-_NOT_TRACING = jax.extend.core.get_opaque_trace_state()
+def _not_tracing() -> Any:
+    """JAX's trace state where nothing is traced: that of a new thread, since a traced function may import this."""
+    with concurrent.futures.ThreadPoolExecutor(1) as new_thread:
+        return new_thread.submit(jax.extend.core.get_opaque_trace_state).result()
+
+
+_NOT_TRACING = _not_tracing()
 
 
 def check_dtype(dtype: DTypeLike, name: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding
 
 from . import native
 from .gather import gather_leaves
@@ -48,7 +49,7 @@ def place_leaves(
     """
     options: dict[str, Any] = {"transfer": transfer, "num_chunks": num_chunks, "staging": staging}
     if host is None:
-        return list(_new_program(pages[0].sharding)(slots, pages, **options))
+        return list(_new_program(_new_shardings(slots, pages, transfer, num_chunks))(slots, pages, **options))
     return list(_place_program(host[0].sharding)(host, slots, pages, **options))
 
 
@@ -100,8 +101,19 @@ def _place_program(sharding: Any) -> Any:
     return jax.jit(run, static_argnames=_STATIC, donate_argnums=0, out_shardings=sharding)
 
 
+def _new_shardings(slots: Any, pages: Sequence[jax.Array], transfer: Transfer, num_chunks: int) -> Any:
+    """Where the arrays of new chunks are to be: on the pages' device, on a mesh of one device sharded as these are."""
+    sharding = pages[0].sharding
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    rows = slots.shape[0] // num_chunks
+    leaves = describe(transfer, slots.shape[0], tuple(page.shape for page in pages), num_chunks, rows)
+    axes = leaves.split(pages).mesh_axes
+    return tuple(leaf.sharding(sharding.mesh, axes) for leaf in leaves.chunks)
+
+
 @functools.lru_cache(maxsize=64)
-def _new_program(sharding: Any) -> Any:
+def _new_program(shardings: Any) -> Any:
     def run(slots: Any, pages: Any, *, transfer: Transfer, num_chunks: int, staging: int) -> Any:
         with jax.named_scope("jaxkv.place"):
             if on_cpu:
@@ -112,8 +124,10 @@ def _new_program(sharding: Any) -> Any:
             host = [jax.device_put(jax.lax.empty(shape, pages[0].dtype), jax.memory.Space.Host) for shape in shapes]
             return _place_p.bind(slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
 
-    on_cpu = next(iter(sharding.device_set)).platform == "cpu"
-    return jax.jit(run, static_argnames=_STATIC, out_shardings=sharding.with_memory_kind("pinned_host"))
+    first = shardings[0] if isinstance(shardings, tuple) else shardings
+    on_cpu = next(iter(first.device_set)).platform == "cpu"
+    pinned = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
+    return jax.jit(run, static_argnames=_STATIC, out_shardings=list(pinned) if isinstance(pinned, tuple) else pinned)
 
 
 @functools.lru_cache(maxsize=64)

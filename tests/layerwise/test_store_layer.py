@@ -1,6 +1,8 @@
 """store_layer and join_layers: the layers' parts are what a store in bulk gives, byte for byte."""
 
+import copy
 import dataclasses
+import pickle
 
 import helpers
 import jax
@@ -278,3 +280,16 @@ def test_errors(case):
         call(world)
     assert_same(world.cache.pages, world.arrays)
     helpers.stored(world.model, world.arrays, world.join(list), SLOTS, *helpers.follow(20, 8))
+
+
+def test_a_store_plan_with_other_slots_is_another():
+    """What was sent for one is not taken for the other, nor pickled with it."""
+    model = Model("A2")
+    arrays, cache = model.random()
+    first = jaxkv.store_plan(cache, np.arange(8), chunk_tokens=8)
+    by_layer.store(cache, first, path="overlapped")
+    other = jaxkv.store_plan(cache, np.arange(8, 16), chunk_tokens=8)
+    altered = dataclasses.replace(first, slots=other.slots, chosen=other.chosen)
+    for plan in (altered, pickle.loads(pickle.dumps(altered)), copy.deepcopy(other)):
+        chunks = jaxkv.join_layers(by_layer.store(cache, plan, path="overlapped"))
+        helpers.stored(model, arrays, chunks, np.arange(8, 16), [0], [8])

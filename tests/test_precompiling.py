@@ -59,6 +59,47 @@ def test_no_call_compiles_afterwards_on_the_device():
     assert not compiled
 
 
+ANGLES = np.arange(10, dtype=np.float32).reshape(5, 2) / 7
+TABLES = np.cos(ANGLES), np.sin(ANGLES)
+MROPE = jaxkv.Rope.from_inv_freq(np.ones(2, np.float32), pairing="half", mrope_section=[1, 1, 0])
+KINDS = {
+    "K, V apart": dict(pool="A5"),
+    "slab": dict(pool="A24"),
+    "one plane": dict(pool="A22", rope=None),
+    "M-RoPE": dict(
+        pool="A2", rope=jaxkv.Rope.from_inv_freq(np.ones(2, np.float32), pairing="half", mrope_section=[1, 1, 0])
+    ),
+    "integers with a rope": dict(pool="A2", dtype="uint8"),
+    "a short table": dict(pool="A2", rope=jaxkv.Rope.from_tables(*TABLES, pairing="half")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_cache(kind):
+    """M-RoPE takes three components; keys that cannot be turned are left out; positions stay within a table."""
+    options = {"rope": ROPE, **KINDS[kind]}
+    model = Model(options.pop("pool"), pages=10, **options)
+    arrays, cache = model.random(3)
+    helpers.assert_same(jaxkv.precompile(cache, max_tokens=12, chunk_tokens=4, gaps="zero").pages, arrays)
+
+
+def test_what_fails_leaves_the_cache(monkeypatch):
+    """R9: before the first load the caller's own cache, afterwards that of the error."""
+    model = Model("A2", pages=10, rope=ROPE)
+    arrays, cache = model.random(3)
+    with pytest.raises(ValueError, match="layout: a stray"):
+        jaxkv.precompile(cache, max_tokens=8, chunk_tokens=4, format="token kv (head dim) | x")
+    helpers.assert_same(cache.pages, arrays)
+
+    def fail(*args, **options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("jaxkv.precompiling._zeroing", fail)
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        jaxkv.precompile(cache, max_tokens=8, chunk_tokens=4, gaps="zero")
+    helpers.assert_same(caught.value.cache.pages, arrays)
+
+
 def test_the_cache_is_consumed_and_bad_arguments_are_named():
     model = Model("A2", pages=10)
     _, cache = model.random(3)
@@ -72,6 +113,15 @@ def test_the_cache_is_consumed_and_bad_arguments_are_named():
         (TypeError, "cache: expected .* got list", list(after.pages), {"max_tokens": 4}),
         (TypeError, "fast", after, {"max_tokens": 4, "fast": True}),
         (ValueError, "path: 'fast' is unknown", after, {"max_tokens": 4, "path": "fast"}),
+        (ValueError, "chunk_tokens: .*0", after, {"max_tokens": 4, "chunk_tokens": 0}),
+        (ValueError, "chunk_tokens: .*-1", after, {"max_tokens": 4, "chunk_tokens": -1}),
+        (ValueError, "chunk_tokens: .*2.5", after, {"max_tokens": 4, "chunk_tokens": 2.5}),
+        (TypeError, "tuning: expected a Tuning, got 'x'", after, {"max_tokens": 4, "tuning": "x"}),
+        (TypeError, "tuning: expected a Tuning, got {}", after, {"max_tokens": 4, "tuning": {}}),
+        (ValueError, "gaps: 'zeros' is unknown", after, {"max_tokens": 4, "gaps": "zeros"}),
+        (ValueError, "num_pages and sharding: a cache has its own", after, {"max_tokens": 4, "num_pages": 4}),
+        (ValueError, "turning: True, but .* no rope", after, {"max_tokens": 4, "turning": True}),
+        (TypeError, "turning: expected a bool", after, {"max_tokens": 4, "turning": np.arange(4)}),
     ]:
         with pytest.raises(error, match=words):
             jaxkv.precompile(given, **options)
@@ -83,6 +133,16 @@ def test_reserve_where_nothing_is_pinned(caplog):
     with caplog.at_level(logging.INFO, logger="jaxkv.host"):
         assert host.reserve(1 << 40) == 0.0
     assert "nothing to reserve" in caplog.text
+    assert host.reserve(np.int64(1 << 20)) == 0.0
     for bad in (0, -1, True, 1.5, "1G"):
         with pytest.raises(ValueError, match="nbytes: expected an int"):
             host.reserve(bad)
+    for device in ("cpu", 0):
+        with pytest.raises(TypeError, match=r"device: expected a jax\.Device"):
+            host.reserve(1, device=device)
+
+
+def test_inside_jit_it_is_refused():
+    model = Model("A2", pages=10)
+    with pytest.raises(TypeError, match="precompile: called inside jit"):
+        jax.jit(lambda c: jaxkv.precompile(c, max_tokens=4))(model.random(0)[1])

@@ -50,7 +50,7 @@ def test_recycled_chunks_are_not_fetched(chunks):
     """By name, and before anything is sent."""
     plan = jaxkv.plan(SPEC, chunks, np.arange(16))
     jaxkv.store(filled(), np.arange(16), chunk_tokens=8, into=chunks)
-    with pytest.raises(ValueError, match="plan: an array of chunk 0 was deleted or recycled"):
+    with pytest.raises(ValueError, match="chunks: an array of chunk 0 was deleted or donated"):
         jaxkv.fetch_layers(plan)
 
 

@@ -210,3 +210,22 @@ spec = jaxkv.CacheSpec("kv page token head dim", 1, 1, 4, 4, jnp.bfloat16)
 print(len(jaxkv.store(spec.empty(2), [0, 1])))
 """
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "1"
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_is_kept_does_not_hold_the_pages(committed):
+    """E26: a cache that was stored from is donated in place, and is then known to be gone; so where it is deleted."""
+    made = Model("A2").spec
+    for gone in ("donated", "deleted"):
+        pages = tuple(jnp.full(shape, 7, made.dtype) for shape in made.shapes(7))
+        cache = jaxkv.PagedCache(tuple(jax.device_put(list(pages), jax.devices()[0])) if committed else pages, made)
+        jax.block_until_ready([chunk.data for chunk in jaxkv.store(cache, [0, 1])])
+        before = [page.unsafe_buffer_pointer() for page in cache.pages]
+        if gone == "donated":
+            after = jax.jit(lambda pages: [page + 1 for page in pages], donate_argnums=0)(cache.pages)
+            assert [page.unsafe_buffer_pointer() for page in after] == before
+        else:
+            for page in cache.pages:
+                page.delete()
+        with pytest.raises(ValueError, match="deleted or donated"):
+            jaxkv.store(cache, [0, 1])

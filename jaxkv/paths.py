@@ -107,6 +107,8 @@ def choose(
     why_not = None
     if traced:
         why_not = "inside jit, copies are part of the program"
+    elif jax.config.jax_disable_jit:
+        why_not = "jit is disabled, and it is a program"
     elif implementation == "xla":
         why_not = "it has no XLA form"
     elif len(leaves[0].devices()) > 1:

@@ -270,3 +270,31 @@ def test_a_jitted_store_is_read_and_checked_like_any_other():
     after = jaxkv.load(target, chunks, scene.slots)
     want = scene.model.rows(helpers.snapshot(cache.pages), scene.slots)
     helpers.assert_same(after.pages, scene.model.written(scene.model.arrays(), want, scene.slots))
+
+
+@pytest.mark.parametrize("how", ["grad", "vmap", "disable_jit"])
+@implementations
+def test_concrete_calls_beside_a_transformation(implementation, how):
+    """R5: what is not transformed is stored and loaded as ever, also where nothing is compiled."""
+    model = Model("A2")
+    arrays, cache = model.random(0)
+    slots = np.random.default_rng(1).permutation(28)[:13]
+    target, seen = model.poisoned(), []
+
+    def run(x):
+        chunks = jaxkv.store(cache, slots, chunk_tokens=8, implementation=implementation)
+        seen.append((chunks, jaxkv.load(target, chunks, slots, donate=False, implementation=implementation)))
+        return x * 2.0
+
+    if how == "grad":
+        assert jax.grad(run)(1.0) == 2.0
+    elif how == "vmap":
+        assert jax.vmap(run)(jnp.ones(2)).tolist() == [2.0, 2.0]
+    else:
+        with jax.disable_jit():
+            run(1.0)
+    chunks, after = seen[0]
+    for chunk, first in zip(chunks, (0, 8), strict=True):
+        want = model.rows(arrays, slots[first : first + 8])
+        helpers.assert_same(chunk.rows()[0].reshape(want.transpose(1, 0, 2, 3, 4).shape), want.transpose(1, 0, 2, 3, 4))
+    helpers.assert_same(after.pages, model.written(model.arrays(), model.rows(arrays, slots), slots))

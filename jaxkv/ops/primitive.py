@@ -5,6 +5,7 @@ everywhere else. `custom_partitioning` stands around it (the compiler cannot see
 gather a sharded pool first), and a guard before that refuses what neither has a rule for: vmap and gradients.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def define(
     primitive = Primitive(f"jaxkv_{name}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(abstract)
+    primitive.def_impl(functools.partial(_run, primitive))
     lower_xla = mlir.lower_fun(xla, multiple_results=True)
 
     def lowering(platform: str | None) -> Callable[..., Any]:
@@ -68,6 +70,17 @@ def define(
     for platform in FFI_PLATFORMS:
         mlir.register_lowering(primitive, lowering(platform), platform=platform)
     return primitive
+
+
+def _run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
+    """Runs an op where nothing compiles around it: as other values are transformed, or where jit is disabled."""
+    with jax.disable_jit(False):
+        return _program(primitive, **params)(*operands)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(primitive: Primitive, **params: Any) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **params))
 
 
 def _lower_local(lower: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -120,6 +133,7 @@ def _refuse_gradient(*_: Any, name: str, instead: str) -> Any:
 
 _guard_p = Primitive("jaxkv_guard")
 _guard_p.multiple_results = True
+_guard_p.def_impl(lambda *operands, name, instead: operands)
 _guard_p.def_abstract_eval(lambda *avals, name, instead: list(avals))
 mlir.register_lowering(_guard_p, lambda ctx, *operands, name, instead: operands)
 batching.primitive_batchers[_guard_p] = _refuse_vmap

@@ -30,6 +30,8 @@ from .tuning import Tuning
 
 PATHS = (None, "overlapped", "engine", "direct")
 
+_CONFIG: Any = jax.config  # some versions' types do not have its options
+
 
 class Group(NamedTuple):
     """Layers that share an array of a chunk.
@@ -107,7 +109,7 @@ def choose(
     why_not = None
     if traced:
         why_not = "inside jit, copies are part of the program"
-    elif jax.config.jax_disable_jit:
+    elif _CONFIG.jax_disable_jit:
         why_not = "jit is disabled, and it is a program"
     elif implementation == "xla":
         why_not = "it has no XLA form"

@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .ops import checks
-from .ops.sharding import describe
-from .ops.transfer import Transfer
+from .ops.sharding import Place
 
 PINNED = "pinned_host"
 
@@ -69,20 +68,6 @@ def send_beside(tables: Sequence[Any], sharding: Any) -> list[jax.Array]:
     return jax.device_put(list(tables), sharding)
 
 
-Place = tuple[tuple[int, ...], Any]
-"""Shape and sharding of an array that is to be."""
-
-
-def places_of(transfer: Transfer, arrays: Sequence[jax.Array], rows: int) -> list[Place]:
-    """Where the arrays of a chunk of some pool leaves are to be on the device: sharded as these are."""
-    leaves = describe(transfer, rows, tuple(x.shape for x in arrays), 1, rows)
-    sharding = arrays[0].sharding
-    if not isinstance(sharding, NamedSharding):
-        return [(leaf.shape, sharding) for leaf in leaves.chunks]
-    axes = leaves.split(arrays).mesh_axes
-    return [(leaf.shape, leaf.sharding(sharding.mesh, axes)) for leaf in leaves.chunks]
-
-
 def reserve(nbytes: int, *, device: jax.Device | None = None) -> float:
     """Has the runtime pin host memory now, so that no transfer waits for it later.
 
@@ -100,7 +85,7 @@ def reserve(nbytes: int, *, device: jax.Device | None = None) -> float:
         logged before.
 
     Raises:
-        TypeError: `device` is none.
+        TypeError: `device` is no device.
         ValueError: `nbytes` is no positive integer.
         MemoryError: the runtime cannot have that much: its limit on pinned memory is lower, or the machine has less.
     """

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from .chunk import ChunkFormat
-from .host import PINNED, Arrays, Place, Ring, fetch, place, places_of, send_beside
+from .host import PINNED, Arrays, Ring, fetch, place, send_beside
 from .ops import native
 from .ops.gather import gather_leaves
 from .ops.pinned import fetch_leaves, place_leaves
 from .ops.scatter import scatter_leaves
+from .ops.sharding import Place, places_of
 from .ops.transfer import Transfer, Turn
 from .rope import Rope, stacked_deltas
 from .spec import CacheSpec, Pool

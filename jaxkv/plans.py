@@ -14,7 +14,7 @@ from .ops import checks
 from .ops.scatter import last_wins
 from .selection import Ranges, check_positions, check_ranges, check_skip_prefix, given_positions
 from .spec import CacheSpec, PagedCache
-from .values import kept
+from .values import fields_of, kept
 
 GAPS = ("keep", "zero")
 
@@ -71,7 +71,7 @@ class Plan:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what is kept beside the fields: tables on a device do not pickle, and a copy is checked anew.
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields_of(self)
 
     def check(self, *, data_later: bool = False) -> None:
         """Checks the chunks again: all about them where this is not a plan as `plan` made it, else what may change.

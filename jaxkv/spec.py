@@ -16,7 +16,7 @@ from .ops.sharding import describe_pool
 from .ops.transfer import FORMATS, Transfer, Turn, leaf_kinds
 from .rope import Rope
 from .rotation import checked_window
-from .values import hashed_once
+from .values import fields_of, hashed_once
 
 
 @hashed_once
@@ -241,7 +241,7 @@ class PagedCache:
             raise TypeError(f"spec: expected a CacheSpec, got {type(self.spec).__name__}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pages": self.pages, "spec": self.spec}  # without what `pool` keeps, which does not pickle
+        return fields_of(self)  # without what `pool` keeps, which does not pickle
 
     def __repr__(self) -> str:
         # Not the values: a log wants to know what it is, and a consumed cache has none.

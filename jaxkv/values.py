@@ -1,5 +1,6 @@
 """Values that are compared and hashed on every call."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ def hashed_once(cls: type[T]) -> type[T]:
 def kept(value: Any, name: str, make: Callable[[], T]) -> T:
     """What follows from a frozen value, made when it is first asked for and kept with it, outside of its fields.
 
-    What is a copy of the value, is pickled with it or comes out of a program does not have it.
+    What comes out of a program does not have it; nor do copies and pickles, where `__getstate__` is `fields_of`.
     """
     found = value.__dict__.get(name, _NOTHING)
     if found is _NOTHING:
@@ -46,3 +47,8 @@ def kept(value: Any, name: str, make: Callable[[], T]) -> T:
 
 
 _NOTHING = object()
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, without what is kept beside them."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

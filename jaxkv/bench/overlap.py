@@ -118,7 +118,7 @@ def beside(
         warm: runs before them.
 
     Returns:
-        What is added to the last product, to the last byte and to the time of queueing, as shares of the computation
+        What is added to the last product and to the last byte, and the time of queueing, as shares of the computation
         alone; and the seconds of the run. Medians over the rounds.
     """
     without, seen = [measure(alone, repeats=repeats, warm=warm)], []
@@ -128,8 +128,7 @@ def beside(
     shares = []
     for found, before, after in zip(seen, without, without[1:], strict=False):
         base = (before.total + after.total) / 2
-        enqueue = found.enqueue - before.enqueue
-        shares.append(Overlap(found.compute / base - 1, found.total / base - 1, enqueue / base))
+        shares.append(Overlap(found.compute / base - 1, found.total / base - 1, found.enqueue / base))
     return _median_of(shares), _median_of(seen)
 
 

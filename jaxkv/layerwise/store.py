@@ -14,12 +14,12 @@ from ..chunk import Chunk, ChunkFormat, Fingerprint, as_format
 from ..ops import checks, primitive
 from ..ops.gather import gather_leaves
 from ..ops.pinned import place_leaves
-from ..ops.sharding import describe_pool
+from ..ops.sharding import describe_pool, places_of
 from ..ops.transfer import Transfer
 from ..selection import Selection, check_chunk_tokens, check_ranges, select
 from ..spec import CacheSpec, PagedCache
 from ..tuning import Tuning, check_tuning
-from ..values import kept
+from ..values import fields_of, kept
 from .pages import pages_of, transfer_of
 
 
@@ -42,7 +42,7 @@ class StorePlan:
     out_of_range: str
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # without what was sent
+        return fields_of(self)  # without what was sent
 
     def slots_beside(self, page: jax.Array) -> jax.Array:
         """The slots on the devices of some pages: sent there once, for all layers."""
@@ -244,7 +244,7 @@ def store_layer(
         elif ring is None:
             data = host.place(_gather_chunks_jit(on_device, leaves, **statics))
         else:
-            places = host.places_of(transfer, leaves, chosen.rows) * count
+            places = places_of(transfer, leaves, chosen.rows) * count
             gathered = _gather_chunks_into(ring.take(places, spec.dtype), on_device, leaves, **statics)
             ring.give(gathered)
             data = host.place(gathered)

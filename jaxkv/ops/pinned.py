@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from . import native
 from .gather import gather_leaves
 from .scatter import split_operands
-from .sharding import describe
+from .sharding import describe, places_of
 from .transfer import Transfer, Turn, attributes, turn_attribute
 
 
@@ -106,10 +106,7 @@ def _new_shardings(slots: Any, pages: Sequence[jax.Array], transfer: Transfer, n
     sharding = pages[0].sharding
     if not isinstance(sharding, NamedSharding):
         return sharding
-    rows = slots.shape[0] // num_chunks
-    leaves = describe(transfer, slots.shape[0], tuple(page.shape for page in pages), num_chunks, rows)
-    axes = leaves.split(pages).mesh_axes
-    return tuple(leaf.sharding(sharding.mesh, axes) for leaf in leaves.chunks)
+    return tuple(where for _, where in places_of(transfer, pages, slots.shape[0] // num_chunks)) * num_chunks
 
 
 @functools.lru_cache(maxsize=64)

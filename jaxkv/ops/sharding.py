@@ -145,3 +145,17 @@ def _head_axis(layout: Layout, sizes: Sizes, num_pages: int, shape: Sequence[int
         if step == end_of_heads and shape[axis] > 1:
             return axis
     return None
+
+
+Place = tuple[tuple[int, ...], Any]
+"""Shape and sharding of an array that is to be."""
+
+
+def places_of(transfer: Transfer, arrays: Sequence[Any], rows: int) -> list[Place]:
+    """Where the arrays of a chunk of some pool leaves are to be on the device: sharded as these are."""
+    leaves = describe(transfer, rows, tuple(x.shape for x in arrays), 1, rows)
+    sharding = arrays[0].sharding
+    if not isinstance(sharding, NamedSharding):
+        return [(leaf.shape, sharding) for leaf in leaves.chunks]
+    axes = leaves.split(arrays).mesh_axes
+    return [(leaf.shape, leaf.sharding(sharding.mesh, axes)) for leaf in leaves.chunks]

@@ -20,22 +20,15 @@ from .chunk import (  # noqa: E402
     ChunkFormat,
     Fingerprint,
 )
-from .layerwise import (  # noqa: E402
-    LayerPart,
-    Staged,
-    StorePlan,
-    fetch_layers,
-    join_layers,
-    store_layer,
-    store_plan,
-    write,
-)
+from .layerwise import LayerPart, Staged, fetch_layers, join_layers, store_layer, write  # noqa: E402
 from .layout import Layout, Sizes  # noqa: E402
-from .plans import Counts, Plan, plan  # noqa: E402
+from .planning import plan  # noqa: E402
+from .plans import Counts, Plan  # noqa: E402
 from .precompiling import precompile  # noqa: E402
 from .rope import Rope  # noqa: E402
 from .selection import slot_mapping  # noqa: E402
 from .spec import CacheSpec, PagedCache  # noqa: E402
+from .store_plans import StorePlan, store_plan  # noqa: E402
 from .tuning import Tuning  # noqa: E402
 
 __version__ = "0.1.0"

@@ -5,23 +5,23 @@ gathered (or the last is scattered). So the device memory a call takes is that o
 tokens; and every chunk of a store has the same shape, so that a request of another length compiles nothing.
 """
 
-import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import host, paths
-from .chunk import Chunk, ChunkFormat, Fingerprint, as_format, check_chunks, known
+from . import host, paths, store_plans
+from .chunk import Chunk, ChunkFormat, Fingerprint, as_format
+from .loading import prepared
 from .ops import checks, primitive
-from .paths import Group, Part, Restore, Stretch, groups_of
+from .paths import Part, Restore, Way, groups_of
+from .planning import plan as make_plan
 from .plans import Plan
-from .plans import plan as make_plan
-from .selection import Selection, check_chunk_tokens, select_rows
+from .selection import Selection, check_chunk_tokens
 from .spec import CacheSpec, PagedCache, Pool
+from .store_plans import StorePlan
 from .tuning import Tuning, check_tuning
 
 
@@ -50,7 +50,8 @@ def store(
     Args:
         cache: the pages.
         slots: integers `[tokens]`, `page * page_size + token in page`. A negative slot gives a row of zero bytes
-            that is not `valid`. Reading them waits for them where they are on a device.
+            that is not `valid`. Reading them waits for them where they are on a device. Or a `StorePlan`, which has
+            the options as well, and with which the copies begin soonest.
         starts: the first token of each chunk. By default chunks of `chunk_tokens` tokens follow one another, the
             last one shorter.
         ends: one past the last token of each chunk, at most `chunk_tokens` further on; with `starts`.
@@ -79,50 +80,39 @@ def store(
         RuntimeError: `implementation="ffi"` where no handlers were built, or a `path` that is not possible.
     """
     spec, pool, tuning = _check_call(cache, implementation, tuning)
-    rows = check_chunk_tokens(tuning.chunk_tokens if chunk_tokens is None else chunk_tokens)
+    options = {"starts": starts, "ends": ends, "positions": positions}
+    options |= {"skip_prefix": skip_prefix, "out_of_range": out_of_range}
+    if isinstance(slots, StorePlan):
+        decided = slots
+        _check_store_plan(decided, spec, pool, {**options, "chunk_tokens": chunk_tokens})
+    else:
+        rows = check_chunk_tokens(tuning.chunk_tokens if chunk_tokens is None else chunk_tokens)
+        decided = store_plans.decided(spec, slots, rows=rows, num_slots=pool.num_slots, **options)
     format = as_format(spec, format, layers_per_array)
     groups = groups_of(spec, format)
-    chosen = select_rows(
-        spec,
-        slots,
-        rows=rows,
-        num_slots=pool.num_slots,
-        starts=starts,
-        ends=ends,
-        positions=positions,
-        skip_prefix=skip_prefix,
-        out_of_range=out_of_range,
-    )
-    count = len(chosen.slots)
+    count, rows = decided.rows.slots.shape
     recycled = _recycled(into, spec, format, rows, count)
     traced = checks.is_tracing()
     hosts = [array for chunk in recycled for array in chunk.data]
-    nbytes = count * rows * spec.bytes_per_token
-    options: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
-    way = paths.choose(path, pool.leaves, hosts, nbytes=nbytes, **options)
+    sizes: dict[str, Any] = {"nbytes": count * rows * spec.bytes_per_token, "chunks": count, "tuning": tuning}
+    way = paths.choose(path, pool.leaves, hosts, traced=traced, implementation=implementation, **sizes)
     if count == 0:
         return ()
     if traced:
-        data = paths.save_traced(pool, chosen.slots, groups, implementation)
-    elif way.path == "overlapped":
-        for array in hosts:
-            array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
-        data = paths.save_overlapped(pool, chosen.slots, groups, way, implementation)
+        data = paths.save_traced(pool, decided.rows.slots, groups, implementation)
     else:
         held = len(recycled)
-        try:
-            data = paths.save_pinned(pool, chosen.slots[:held], groups, way, [chunk.data for chunk in recycled])
-        except (RuntimeError, ValueError) as error:
-            if "external reference" not in str(error):
-                raise
-            raise ValueError(
-                "into: a NumPy or DLPack view of one of these chunks is held (np.asarray(chunk.data[0]) makes one that "
-                "lives as long as the array), so its memory cannot be written; Chunk.rows() copies and leaves none"
-            ) from error
-        data += paths.save_pinned(pool, chosen.slots[held:], groups, way)
-        for array in hosts:
-            array.delete()  # a CPU donates nothing that NumPy has a view of
-    return chunks_of(data, chosen.described(), Fingerprint.of(spec, format))
+        runs = (*way.runs(held), *way.runs(count - held, start=held))
+        tables = decided.slots_beside(pool.leaves[0], runs)
+        if way.path == "overlapped":
+            for array in hosts:
+                array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
+            data = paths.save_overlapped(pool, tables, groups, way, implementation)
+        else:
+            data = _save_pinned(pool, tables, runs, groups, way, [chunk.data for chunk in recycled])
+            for array in hosts:
+                array.delete()  # a CPU donates nothing that NumPy has a view of
+    return chunks_of(data, decided.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
 
 
 def load(
@@ -168,45 +158,38 @@ def load(
             given = ["slots"] * (slots is not None) + sorted(options)
             raise TypeError(f"load: a plan has its slots and options already, got {given}")
         plan = chunks
-        _check_plan(plan, spec, pool)
     else:
         if slots is None:
             raise TypeError("slots: missing; give the slot of each token, or a plan")
-        plan = make_plan(cache, chunks, slots, **options)
+        # Without the cache, of which the plan would send its tables at once, as a load of default options needs them.
+        plan = make_plan(spec, chunks, slots, **{**options, "num_pages": pool.num_pages})
     # What is traced need not be the pages: a jitted function may close over them, and they outlive its tracing.
     traced = checks.is_tracing()
     if donate and not traced:
         check_distinct(pool)
-
-    moving, zeroing = plan.moving(), _may_move(plan.zero_slots)
-    if not moving and not zeroing:
+    how: dict[str, Any] = {"path": path, "implementation": implementation}
+    way, steps, zeroing = prepared(plan, spec, pool, tuning=tuning, **how)
+    if not steps and zeroing is None:
         # Not the caller's own arrays: who keeps the cache may well donate the result.
         return cache if donate or traced else jax.tree.map(jnp.copy, cache)
-    how: dict[str, Any] = {"traced": traced, "implementation": implementation, "tuning": tuning}
-    hosts = [array for k in moving for array in plan.chunks[k].data]
-    nbytes = spec.bytes_per_token * sum(plan.chunks[k].num_rows for k in moving)
-    way = paths.choose(path, pool.leaves, hosts, nbytes=nbytes, **how)
     restore = Restore(pool, donate=donate, traced=traced, implementation=implementation)
     try:
         if way.path == "overlapped":
-            parts = _parts(spec, plan, moving)
-            shardings = [None if traced else _shardings(part, pool) for part in parts]
-            restore.overlapped(parts, shardings, tuning.staging)
+            shardings = [None if traced else _shardings(part, pool) for part in steps]
+            restore.overlapped(steps, shardings, tuning.staging)
         else:
-            for stretch in _stretches(spec, plan, moving):
+            for stretch in steps:
                 restore.from_pinned(stretch, way)
-        if zeroing:
-            # Padded to a power of two, so that few programs serve all lengths.
-            size = 1 << (plan.zero_slots.shape[0] - 1).bit_length()
-            restore.scatter(Part(_padded(plan.zero_slots, size), (), groups_of(spec, as_format(spec, None))), ())
+        if zeroing is not None:
+            restore.scatter(zeroing, ())
     except Exception as error:
         if not traced:  # what is traced has written nothing, and must not outlive its tracing
-            error.cache = PagedCache.of(dataclasses.replace(pool, leaves=tuple(restore.leaves)), spec)  # type: ignore[attr-defined]
+            error.cache = PagedCache.of(pool.with_leaves(restore.leaves), spec)  # type: ignore[attr-defined]
         raise
     if donate and not traced:
         for leaf in pool.leaves:
             leaf.delete()
-    return PagedCache.of(dataclasses.replace(pool, leaves=tuple(restore.leaves)), spec)
+    return PagedCache.of(pool.with_leaves(restore.leaves), spec)
 
 
 def chunks_of(data: Sequence[tuple[jax.Array, ...]], chosen: Selection, fingerprint: Fingerprint) -> tuple[Chunk, ...]:
@@ -225,34 +208,23 @@ def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | 
     return cache.spec, cache.pool, check_tuning(tuning)
 
 
-def _check_plan(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
-    """A plan may have been made for another pool, or for none: its slots are checked against this one."""
-    if plan.spec is spec:
-        plan.check()
-    else:
-        check_chunks(spec, plan.chunks)
-    if plan.spec.page_size != spec.page_size:
-        raise ValueError(
-            f"plan: made for pages of {plan.spec.page_size} tokens, the cache has pages of {spec.page_size}: a slot is "
-            f"another token there"
-        )
-    if plan.out_of_range != "raise" or checks.is_traced(plan.slots) or plan.slots_fit(pool.num_slots):
-        return
-    if not any((known(slots, read=True) >= pool.num_slots).any() for slots in (plan.slots, plan.zero_slots)):
-        return
-    parts = {f"row {{}} of chunk {k}": slots for k, slots in enumerate(plan.slots_by_chunk())}
-    for name, slots in {**parts, "gap slot {}": plan.zero_slots}.items():
-        slots = known(slots, read=True)
-        for row in np.flatnonzero(slots >= pool.num_slots):
-            raise ValueError(
-                f"plan: {name.format(row)} has slot {slots[row]}, but the pool has {pool.num_slots} slots; plan with "
-                f"out_of_range='skip' to leave such tokens out"
-            )
+def _check_store_plan(plan: StorePlan, spec: CacheSpec, pool: Pool, options: dict[str, Any]) -> None:
+    defaults = {"skip_prefix": 0, "out_of_range": "raise"}
+    given = [name for name, value in options.items() if value is not None and not _is(value, defaults.get(name))]
+    if given:
+        raise TypeError(f"slots: a StorePlan has its options already, got {given}")
+    if plan.spec != spec:
+        raise ValueError("slots: a StorePlan that was made for another spec than the cache's")
+    plan.check(pool.num_slots)
+
+
+def _is(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and bool(value == default)
 
 
 def check_distinct(pool: Pool) -> None:
     """Raises ValueError where two of a pool's arrays are one, which cannot be donated twice."""
-    if len(set(map(id, pool.leaves))) == len(pool.leaves):
+    if pool.are_distinct:
         return
     seen: dict[int, int] = {}
     for i, leaf in enumerate(pool.leaves):
@@ -261,39 +233,18 @@ def check_distinct(pool: Pool) -> None:
             raise ValueError(f"pages: arrays {first} and {i} are one array, which cannot be donated twice")
 
 
-def _groups(spec: CacheSpec, plan: Plan, chunk: Chunk) -> tuple[Group, ...]:
-    """Between a chunk and the cache's pages, which need not be of the layout that the plan was made for."""
-    return groups_of(spec, chunk.format, plan.positions is not None)
-
-
-def _parts(spec: CacheSpec, plan: Plan, moving: Sequence[int]) -> list[Part]:
-    """The chunks that move, one by one."""
-    slots, positions = plan.slots_by_chunk(), plan.positions_by_chunk()
-    chunks = plan.chunks
-    return [Part(slots[k], chunks[k].data, _groups(spec, plan, chunks[k]), positions[k]) for k in moving]
-
-
-def _stretches(spec: CacheSpec, plan: Plan, moving: Sequence[int]) -> Iterator[Stretch]:
-    """The chunks that move, those that follow one another and are of one shape together."""
-    spans, chunks = plan.spans(), plan.chunks
-    kinds = itertools.groupby(moving, key=lambda k: (id(chunks[k].fingerprint), chunks[k].num_rows))
-    for (_, rows), members in kinds:
-        numbers = list(members)
-
-        def of(table: Any, numbers: Sequence[int] = numbers) -> Any:
-            if numbers[-1] - numbers[0] + 1 == len(numbers):
-                return table[..., spans[numbers[0]][0] : spans[numbers[-1]][1]]
-            xp = np if isinstance(table, np.ndarray) else jnp
-            return xp.concatenate([table[..., slice(*spans[k])] for k in numbers], axis=-1)
-
-        positions = None if plan.positions is None else tuple(map(of, plan.positions))
-        data = [chunks[k].data for k in numbers]
-        yield Stretch(of(plan.slots), data, rows, _groups(spec, plan, chunks[numbers[0]]), positions)
-
-
-def _may_move(slots: Any) -> bool:
-    """Whether a row may move; slots whose values are not known may."""
-    return bool((slots >= 0).any()) if isinstance(slots, np.ndarray) else slots.shape[0] > 0
+def _save_pinned(
+    pool: Pool, tables: Sequence[Any], runs: Sequence[range], groups: Any, way: Way, hosts: Sequence[host.Arrays]
+) -> list[host.Arrays]:
+    try:
+        return paths.save_pinned(pool, tables, runs, groups, way, hosts)
+    except (RuntimeError, ValueError) as error:
+        if "external reference" not in str(error):
+            raise
+        raise ValueError(
+            "into: a NumPy or DLPack view of one of these chunks is held (np.asarray(chunk.data[0]) makes one that "
+            "lives as long as the array), so its memory cannot be written; Chunk.rows() copies and leaves none"
+        ) from error
 
 
 def _recycled(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int) -> list[Chunk]:
@@ -327,8 +278,3 @@ def _recycled(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows:
 
 def _shardings(part: Part, pool: Pool) -> list[Any]:
     return [sharding for _, sharding in paths.chunk_places(part.groups, pool, part.slots.shape[0])]
-
-
-def _padded(slots: Any, size: int) -> Any:
-    xp = np if isinstance(slots, np.ndarray) else jnp
-    return xp.pad(slots, (0, size - slots.shape[0]), constant_values=-1)

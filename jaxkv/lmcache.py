@@ -29,12 +29,14 @@ import numpy as np
 from . import host
 from .bulk import check_distinct
 from .chunk import Chunk, Fingerprint, as_format
-from .layerwise import LayerPart, Staged, StorePlan, fetch_layers, join_layers, store_layer, store_plan, write
+from .layerwise import LayerPart, Staged, fetch_layers, join_layers, store_layer, write
 from .layerwise.pages import pages_of
 from .ops import checks, primitive
 from .ops.sharding import describe_pool
-from .plans import Counts, Plan, plan
+from .planning import plan
+from .plans import Counts, Plan
 from .spec import CacheSpec, PagedCache
+from .store_plans import StorePlan, store_plan
 from .tuning import Tuning
 
 

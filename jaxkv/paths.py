@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from .chunk import ChunkFormat
-from .host import PINNED, Arrays, Ring, fetch, place, send_beside
+from .host import PINNED, Arrays, Ring, fetch, place
 from .ops import native
 from .ops.gather import gather_leaves
 from .ops.pinned import fetch_leaves, place_leaves
@@ -71,11 +71,30 @@ class Way(NamedTuple):
         path: "overlapped", "engine" or "direct".
         staging: device buffers of one chunk each.
         batch: chunks that one operation takes at most.
+        first: chunks of an operation that goes before one of four times as many or more; 0 for none.
     """
 
     path: str
     staging: int
     batch: int
+    first: int = 0
+
+    def runs(self, count: int, start: int = 0) -> Iterator[range]:
+        """Cuts `count` chunks, numbered from `start`, into the runs that one operation takes each.
+
+        They are powers of two, so that few programs serve all numbers, the shortest first: it is queued soonest. The
+        first of them sets out with a few chunks where it is long, and the rest of it is queued while those move.
+        """
+        done = 0
+        while done < count:
+            left = count - done
+            size = min(left & -left, self.batch)
+            if done == 0 and 0 < 4 * self.first <= size:
+                yield range(start, start + self.first)
+                done = self.first
+                size -= self.first
+            yield range(start + done, start + done + size)
+            done += size
 
 
 def choose(
@@ -85,6 +104,7 @@ def choose(
     *,
     traced: bool,
     nbytes: int,
+    chunks: int = 1,
     implementation: str | None,
     tuning: Tuning,
 ) -> Way:
@@ -96,6 +116,7 @@ def choose(
         hosts: arrays of chunks to read from, or to write into.
         traced: whether the call is being traced.
         nbytes: bytes to move.
+        chunks: in how many chunks.
         implementation: of the ops; "xla" leaves the overlapped way alone.
         tuning: sizes.
 
@@ -110,7 +131,7 @@ def choose(
     why_not = None
     if traced:
         why_not = "inside jit, copies are part of the program"
-    elif _CONFIG.jax_disable_jit:
+    elif jit_is_disabled():
         why_not = "jit is disabled, and it is a program"
     elif implementation == "xla":
         why_not = "it has no XLA form"
@@ -128,26 +149,22 @@ def choose(
         path = "overlapped"
         if why_not is None:
             path = "direct" if platform == "cpu" or nbytes <= tuning.direct_bytes else "engine"
-    staging = 0 if path == "direct" else tuning.staging
-    # A program takes a power of two of chunks, so that few of them serve all numbers. A CPU gains nothing from
-    # larger ones, and compiles one alone.
+    # A CPU gains nothing from several chunks in a program, and compiles one alone.
     batch = 1 if path == "overlapped" or platform == "cpu" else tuning.chunks_per_call
-    return Way(path, staging, batch)
+    if path != "engine":
+        return Way(path, 0 if path == "direct" else tuning.staging, batch)
+    alone = max(-(-tuning.first_bytes * chunks // max(nbytes, 1)), 1)  # chunks that take as long as it takes to queue
+    return Way(path, tuning.staging, batch, 1 << (alone - 1).bit_length())
+
+
+def jit_is_disabled() -> bool:
+    """Whether functions run op by op, as in a debugger."""
+    return bool(_CONFIG.jax_disable_jit)
 
 
 def _shardings_of(arrays: Sequence[jax.Array]) -> list[Any]:
     """The different shardings of some arrays, of which there may be many with one."""
     return list({id(sharding): sharding for sharding in [array.sharding for array in arrays]}.values())
-
-
-def batches(count: int, largest: int) -> Iterator[range]:
-    """Cuts a number of chunks into runs of powers of two, the shortest first: it is queued soonest."""
-    done = 0
-    while done < count:
-        left = count - done
-        size = min(left & -left, largest)
-        yield range(done, done + size)
-        done += size
 
 
 def save_traced(pool: Pool, table: Any, groups: tuple[Group, ...], implementation: str | None) -> list[Arrays]:
@@ -156,14 +173,16 @@ def save_traced(pool: Pool, table: Any, groups: tuple[Group, ...], implementatio
 
 
 def save_overlapped(
-    pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, implementation: str | None
+    pool: Pool, tables: Sequence[Any], groups: tuple[Group, ...], way: Way, implementation: str | None
 ) -> list[Arrays]:
-    """The chunks of a store, gathered into a ring of device buffers and copied from there."""
-    count, rows = table.shape
-    places = chunk_places(groups, pool, rows)
-    ring = Ring(min(way.staging, count))
+    """The chunks of a store, gathered into a ring of device buffers and copied from there.
+
+    `tables` are the slots of each chunk, int32 `[rows]`, on the pool's devices.
+    """
+    ring = Ring(min(way.staging, len(tables)))
+    places = chunk_places(groups, pool, tables[0].shape[0])
     chunks = []
-    for slots in send_beside(list(table), pool.leaves[0].sharding):
+    for slots in tables:
         # The ring's oldest buffers take the next chunk, once its own copy to the host has left them.
         staging = ring.take(places, pool.leaves[0].dtype)
         data = _gather_step(staging, slots, pool.leaves, groups=groups, implementation=implementation)
@@ -173,25 +192,34 @@ def save_overlapped(
 
 
 def save_pinned(
-    pool: Pool, table: Any, groups: tuple[Group, ...], way: Way, hosts: Sequence[Arrays] | None = None
+    pool: Pool,
+    tables: Sequence[Any],
+    runs: Sequence[range],
+    groups: tuple[Group, ...],
+    way: Way,
+    hosts: Sequence[Arrays] = (),
 ) -> list[Arrays]:
     """The chunks of a store, written into pinned arrays.
 
-    Those are new ones, or given ones (a tuple of them a chunk), which are consumed.
+    Args:
+        pool: the pages.
+        tables: the slots of each run, int32 `[chunks * rows]`, on the pool's device.
+        runs: the chunks that one operation takes each.
+        groups: of the chunks' format.
+        way: how.
+        hosts: the arrays that the first chunks are written into, a tuple of them a chunk, which are consumed; the
+            others go into new ones. No run has chunks of both.
     """
-    chunks: list[list[jax.Array]] = [[] for _ in table]
-    for run in batches(len(table), way.batch):
+    chunks: list[list[jax.Array]] = [[] for run in runs for _ in run]
+    for run, slots in zip(runs, tables, strict=True):
         first = 0
         for transfer, numbers, *_ in groups:
             held = len(transfer.chunk_kinds)
-            placed = place_leaves(
-                table[run.start : run.stop].reshape(-1),
-                None if hosts is None else [leaf for k in run for leaf in hosts[k][first : first + held]],
-                [pool.leaves[i] for i in numbers],
-                transfer=transfer,
-                num_chunks=len(run),
-                staging=way.staging,
+            recycled = (
+                [leaf for k in run for leaf in hosts[k][first : first + held]] if run.stop <= len(hosts) else None
             )
+            leaves = [pool.leaves[i] for i in numbers]
+            placed = place_leaves(slots, recycled, leaves, transfer=transfer, num_chunks=len(run), staging=way.staging)
             for at, k in enumerate(run):
                 chunks[k] += placed[at * held : (at + 1) * held]
             first += held
@@ -215,18 +243,18 @@ class Part(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Chunks of a load that are of one shape, in pinned memory.
+    """Chunks of a load that one operation takes: of one shape, in pinned memory.
 
     Attributes:
         slots: int32 `[chunks * rows]`, the slot of each row, -1 for none.
-        data: the arrays of each chunk.
+        hosts: for each group the arrays of the chunks, those of the first chunk first.
         rows: of each chunk.
         groups: of their format.
         positions: None, or the old and new positions of the rows, as in `Part`.
     """
 
     slots: Any
-    data: Sequence[Arrays]
+    hosts: tuple[list[jax.Array], ...]
     rows: int
     groups: tuple[Group, ...]
     positions: tuple[Any, Any] | None = None
@@ -268,31 +296,23 @@ class Restore:
                 staged.append(fetch(parts[at + staging].data, shardings[at + staging]))
 
     def from_pinned(self, stretch: Stretch, way: Way) -> None:
-        """Scatters chunks straight from pinned memory, many in one operation."""
-        rows = stretch.rows
-        for run in batches(len(stretch.data), way.batch):
-            span = slice(run.start * rows, run.stop * rows)
-            positions = None
-            if stretch.positions is not None:
-                positions = (stretch.positions[0][..., span], stretch.positions[1][..., span])
-            donate, self._donate, at = self._donate, True, 0
-            for group in stretch.groups:
-                held = len(group.transfer.chunk_kinds)
-                written = fetch_leaves(
-                    stretch.slots[span],
-                    [leaf for k in run for leaf in stretch.data[k][at : at + held]],
-                    [self.leaves[i] for i in group.leaves],
-                    transfer=group.transfer,
-                    num_chunks=len(run),
-                    rows=rows,
-                    staging=way.staging,
-                    donate=donate,
-                    turn=group.turn,
-                    deltas=_deltas(positions, group=group) if group.turn is not None else (),
-                )
-                for i, leaf in zip(group.leaves, written, strict=True):
-                    self.leaves[i] = leaf
-                at += held
+        """Scatters chunks straight from pinned memory, in one operation for each group of layers."""
+        donate, self._donate = self._donate, True
+        for group, hosts in zip(stretch.groups, stretch.hosts, strict=True):
+            written = fetch_leaves(
+                stretch.slots,
+                hosts,
+                [self.leaves[i] for i in group.leaves],
+                transfer=group.transfer,
+                num_chunks=stretch.slots.shape[0] // stretch.rows,
+                rows=stretch.rows,
+                staging=way.staging,
+                donate=donate,
+                turn=group.turn,
+                deltas=_deltas(stretch.positions, group=group) if group.turn is not None else (),
+            )
+            for i, leaf in zip(group.leaves, written, strict=True):
+                self.leaves[i] = leaf
 
 
 @functools.partial(jax.jit, static_argnames="group")

@@ -1,7 +1,5 @@
 """Compiling ahead: every program that stores and loads of some size need, before the first request comes."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +9,7 @@ from . import paths
 from .bulk import load, store
 from .chunk import Chunk, as_format
 from .ops import checks
-from .plans import GAPS
+from .planning import GAPS
 from .selection import check_chunk_tokens
 from .spec import CacheSpec, PagedCache
 from .tuning import Tuning, check_tuning
@@ -128,21 +126,24 @@ def _positions(spec: CacheSpec, count: int) -> np.ndarray:
 
 def _calls(cache: PagedCache, most: int, rows: int, tuning: Tuning, options: dict[str, Any]) -> list[tuple[int, str]]:
     """Numbers of chunks and paths of calls that take every program: those of a longer call are made of them."""
-    way: Callable[[int], paths.Way] = lambda count: paths.choose(  # noqa: E731
-        options.get("path"),
-        cache.pool.leaves,
-        (),
-        traced=False,
-        nbytes=count * rows * cache.spec.bytes_per_token,
-        implementation=options.get("implementation"),
-        tuning=tuning,
-    )
-    ways = {way(count) for count in range(1, most + 1)}
-    return [
-        (size, each.path)
-        for each in sorted(ways)
-        for size in sorted({len(run) for count in range(1, most + 1) for run in paths.batches(count, each.batch)})
-    ]
+    covered: set[tuple[str, int]] = set()
+    calls = []
+    for count in range(1, most + 1):
+        way = paths.choose(
+            options.get("path"),
+            cache.pool.leaves,
+            (),
+            traced=False,
+            nbytes=count * rows * cache.spec.bytes_per_token,
+            chunks=count,
+            implementation=options.get("implementation"),
+            tuning=tuning,
+        )
+        programs = {(way.path, len(run)) for run in way.runs(count)}
+        if not programs <= covered:
+            covered |= programs
+            calls.append((count, way.path))
+    return calls
 
 
 def _zeroing(cache: PagedCache, max_tokens: int, implementation: str | None) -> PagedCache:
@@ -151,4 +152,4 @@ def _zeroing(cache: PagedCache, max_tokens: int, implementation: str | None) -> 
     restore = paths.Restore(pool, donate=True, traced=False, implementation=implementation)
     for bits in range((max_tokens - 1).bit_length() + 1):
         restore.scatter(paths.Part(np.full(1 << bits, -1, np.int32), (), groups), ())
-    return PagedCache.of(dataclasses.replace(pool, leaves=tuple(restore.leaves)), cache.spec)
+    return PagedCache.of(pool.with_leaves(restore.leaves), cache.spec)

@@ -96,11 +96,6 @@ class Rows(NamedTuple):
     described: Callable[[], Selection]
 
 
-def select(spec: CacheSpec, slots: Any, **options: Any) -> Selection:
-    """`select_rows`, and what there is to say of them."""
-    return select_rows(spec, slots, **options).described()
-
-
 def select_rows(
     spec: CacheSpec,
     slots: Any,

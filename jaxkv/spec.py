@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -168,7 +169,8 @@ class CacheSpec:
         if not any(map(checks.is_traced, leaves)):
             checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
             leaves = checks.committed(leaves)
-        return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size)
+        distinct = len(set(map(id, leaves))) == len(leaves)
+        return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size, distinct)
 
 
 def _dtype_of(dtype: Any) -> np.dtype:
@@ -209,12 +211,24 @@ def _turn(spec: CacheSpec, layers: range) -> Turn | None:
 
 @dataclasses.dataclass(frozen=True)
 class Pool:
-    """The arrays of a cache, checked: its leaves in order, their pytree, and how many pages and slots they hold."""
+    """The arrays of a cache, checked.
+
+    Attributes:
+        leaves: the arrays in order.
+        structure: their pytree.
+        num_pages, num_slots: what they hold.
+        are_distinct: whether no two leaves are one array, which could not be donated twice.
+    """
 
     leaves: tuple[jax.Array, ...]
     structure: Any
     num_pages: int
     num_slots: int
+    are_distinct: bool
+
+    def with_leaves(self, leaves: Sequence[jax.Array]) -> "Pool":
+        """The same pool of other arrays, which an operation made of these: distinct if they are."""
+        return Pool(tuple(leaves), self.structure, self.num_pages, self.num_slots, self.are_distinct)
 
 
 def _is_frozen(tree: Any) -> bool:

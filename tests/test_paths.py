@@ -16,12 +16,22 @@ from jaxkv.ops import native
 needs_handlers = pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 8])
 @pytest.mark.parametrize("largest", [1, 2, 32])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 32, 33, 100])
-def test_batches_cover_all_in_powers_of_two(count, largest):
-    runs = list(paths.batches(count, largest))
-    assert [k for run in runs for k in run] == list(range(count))
-    assert all(len(run).bit_count() == 1 and len(run) <= largest for run in runs)
+def test_runs_cover_all_in_few_sizes(count, largest, first):
+    """B30: so that a call of another length compiles nothing."""
+    way = paths.Way("engine", 2, largest, first)
+    runs = list(way.runs(count, start=3))
+    assert [k for run in runs for k in run] == list(range(3, 3 + count))
+    powers = {1 << i for i in range(largest.bit_length())}
+    sizes = powers | {size - first for size in powers if 0 < 4 * first <= size}
+    assert {len(run) for run in runs} <= sizes
+
+
+@pytest.mark.parametrize(("count", "runs"), [(4, [4]), (8, [2, 6]), (32, [2, 30]), (10, [2, 8]), (40, [2, 6, 32])])
+def test_a_long_operation_has_a_short_one_before_it(count, runs):
+    assert [len(run) for run in paths.Way("engine", 2, 32, 2).runs(count)] == runs
 
 
 @needs_handlers

@@ -8,7 +8,7 @@ import jax
 
 from ..bulk import load, store
 from ..ops import native
-from ..plans import plan as make_plan
+from ..planning import plan as make_plan
 from ..tuning import Tuning
 from .overlap import LayerByLayer
 from .shapes import Shape

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import chunk, host, layerwise
+from ..planning import plan as make_plan
 from ..plans import Plan
-from ..plans import plan as make_plan
 from ..rope import Rope
 from ..spec import CacheSpec
+from ..store_plans import store_plan
 from .shapes import Shape
 
 
@@ -152,7 +153,7 @@ class LayerByLayer:
         self.spec = _with_rope(shape.spec, rope)
         self.pages = list(self.spec.empty(shape.num_pages).pages)
         self._slots, self._group = shape.slots(tokens, seed=0), group
-        self._plan = layerwise.store_plan(self.spec, self._slots, layers=group, chunk_tokens=chunk_tokens)
+        self._plan = store_plan(self.spec, self._slots, layers=group, chunk_tokens=chunk_tokens)
         self._write = jax.jit(layerwise.write, donate_argnums=0)
         self.chunks = jax.block_until_ready(self._stored())
         self._positions = np.arange(tokens) + 77

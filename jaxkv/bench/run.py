@@ -17,8 +17,9 @@ import jax
 
 from ..bulk import load, store
 from ..ops import native
-from ..plans import plan as make_plan
+from ..planning import plan as make_plan
 from ..spec import PagedCache
+from ..store_plans import store_plan
 from ..tuning import Tuning
 from . import ceilings, kernels, overlap, transfers
 from .calibrate import calibrate
@@ -119,12 +120,13 @@ class Bench:
         spec, calls, tokens = self._shape.spec, 32, 256
         cache = spec.empty(self._shape.num_pages)
         slots = [self._shape.slots(tokens, seed) for seed in range(calls)]
-        chunks = [jax.block_until_ready(store(cache, s)) for s in slots]
+        plans = [store_plan(cache, s, layers=spec.num_layers, chunk_tokens=tokens) for s in slots]
+        chunks = [jax.block_until_ready(store(cache, plan)) for plan in plans]
         nbytes, ceiling = calls * tokens * spec.bytes_per_token, self._engine[1024 * MIB, "d2h"]
 
         def store_all() -> Any:
             nonlocal chunks
-            chunks = [store(cache, s, into=c) for s, c in zip(slots, chunks, strict=True)]
+            chunks = [store(cache, plan, into=c) for plan, c in zip(plans, chunks, strict=True)]
             return chunks
 
         timing = wall(store_all)

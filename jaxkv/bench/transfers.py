@@ -5,32 +5,40 @@ from typing import Any
 import jax
 
 from ..bulk import load, store
-from ..plans import plan as make_plan
+from ..planning import plan as make_plan
 from ..spec import PagedCache
+from ..store_plans import store_plan
+from ..tuning import DEFAULT
 from .shapes import Shape
 from .timing import Timing, wall
 
 
 def bulk(shape: Shape, tokens: int) -> dict[str, Timing]:
-    """Stores and loads of all layers, each waited for: with fresh pinned memory, and with that of older chunks."""
+    """Stores and loads of all layers, each waited for.
+
+    What moves is decided beforehand, as an engine decides it while the step before computes; a call that decides it
+    itself has a row of its own.
+    """
     cache = shape.spec.empty(shape.num_pages)
     slots = shape.slots(tokens, seed=0)
-    chunks = jax.block_until_ready(store(cache, slots))
-    timings = {"store": wall(lambda: store(cache, slots))}
+    storing = store_plan(cache, slots, layers=shape.spec.num_layers, chunk_tokens=DEFAULT.chunk_tokens)
+    chunks = jax.block_until_ready(store(cache, storing))
+    timings = {"store": wall(lambda: store(cache, storing)), "store, no plan": wall(lambda: store(cache, slots))}
 
     def store_again() -> Any:
         nonlocal chunks
-        chunks = store(cache, slots, into=chunks)
+        chunks = store(cache, storing, into=chunks)
         return chunks
 
-    def reload() -> PagedCache:
+    def reload(*what: Any) -> PagedCache:
         nonlocal cache
-        cache = load(cache, plan)
+        cache = load(cache, *what)
         return cache
 
     timings["store into older chunks"] = wall(store_again)
     plan = make_plan(cache, chunks, slots)
-    timings["load"] = wall(reload)
+    timings["load"] = wall(lambda: reload(plan))
+    timings["load, no plan"] = wall(lambda: reload(chunks, slots))
     return timings
 
 

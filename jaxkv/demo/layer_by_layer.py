@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from ..layerwise import fetch_layers, join_layers, store_layer, store_plan
-from ..plans import plan
+from ..layerwise import fetch_layers, join_layers, store_layer
+from ..planning import plan
+from ..store_plans import store_plan
 from .model import STEPS, Model, padded, page_sets
 
 QUESTION = 64

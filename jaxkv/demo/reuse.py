@@ -10,7 +10,8 @@ from ..blend import merge_rows, select_tokens
 from ..bulk import load, store
 from ..chunk import Chunk
 from ..layerwise import Staged, fetch_layers
-from ..plans import Plan, plan
+from ..planning import plan
+from ..plans import Plan
 from ..spec import PagedCache
 from .model import STEPS, Model, padded, page_sets
 

@@ -7,15 +7,13 @@ is inside a program rides the program's stream and overlaps with nothing. Nothin
 
 from .fetch import fetch_layers
 from .staged import Staged, write
-from .store import LayerPart, StorePlan, join_layers, store_layer, store_plan
+from .store import LayerPart, join_layers, store_layer
 
 __all__ = [
     "LayerPart",
     "Staged",
-    "StorePlan",
     "fetch_layers",
     "join_layers",
     "store_layer",
-    "store_plan",
     "write",
 ]

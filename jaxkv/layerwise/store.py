@@ -16,114 +16,10 @@ from ..ops.gather import gather_leaves
 from ..ops.pinned import place_leaves
 from ..ops.sharding import describe_pool, places_of
 from ..ops.transfer import Transfer
-from ..selection import Selection, check_chunk_tokens, check_ranges, select
-from ..spec import CacheSpec, PagedCache
+from ..spec import CacheSpec
+from ..store_plans import StorePlan, store_plan
 from ..tuning import Tuning, check_tuning
-from ..values import fields_of, kept
 from .pages import pages_of, transfer_of
-
-
-@dataclasses.dataclass(frozen=True)
-class StorePlan:
-    """The tokens of a layer-wise store, checked once for all layers; of the host, and no argument of a jitted function.
-
-    Attributes:
-        chosen: the slots and positions, in rows of chunks.
-        slots: the slots of all rows, int32 `[chunks * rows]`.
-        spec: of the cache.
-        num_slots: the smallest pool that has all of the slots.
-        out_of_range: what was asked for slots past the pool, "raise" or "skip".
-    """
-
-    chosen: Selection
-    slots: Any
-    spec: CacheSpec
-    num_slots: int
-    out_of_range: str
-
-    def __getstate__(self) -> dict[str, Any]:
-        return fields_of(self)  # without what was sent
-
-    def slots_beside(self, page: jax.Array) -> jax.Array:
-        """The slots on the devices of some pages: sent there once, for all layers."""
-        sent: dict[Any, jax.Array] = kept(self, "_sent", dict)
-        sharding = page.sharding
-        if sharding not in sent or sent[sharding].is_deleted():
-            sent[sharding] = host.send_beside([self.slots], sharding)[0]
-        return sent[sharding]
-
-
-def store_plan(
-    cache: PagedCache | CacheSpec,
-    slots: Any,
-    *,
-    starts: Sequence[int] | None = None,
-    ends: Sequence[int] | None = None,
-    positions: Any = None,
-    chunk_tokens: int | None = None,
-    layers: int = 1,
-    skip_prefix: Any = 0,
-    out_of_range: str = "raise",
-    tuning: Tuning | None = None,
-) -> StorePlan:
-    """Decides once what `store_layer` does for every layer, which spares each layer the checks.
-
-    Args:
-        cache: the cache or its spec; with a spec, slots are checked against the pages that come.
-        slots: as in `store`.
-        starts: as in `store`.
-        ends: as in `store`.
-        positions: as in `store`.
-        chunk_tokens: rows of each chunk; by default as many as make an array of `layers` layers about
-            `tuning.array_bytes`, but no more than the tokens need.
-        layers: layers that share an array.
-        skip_prefix: as in `store`.
-        out_of_range: as in `store`.
-        tuning: sizes; see `Tuning`.
-
-    Returns:
-        The plan, to be given to `store_layer` in place of slots.
-
-    Raises:
-        TypeError: as `store`.
-        ValueError: as `store`.
-    """
-    spec = cache.spec if isinstance(cache, PagedCache) else cache
-    if not isinstance(spec, CacheSpec):
-        raise TypeError(f"cache: expected a PagedCache or a CacheSpec, got {type(cache).__name__}")
-    num_slots = cache.num_slots if isinstance(cache, PagedCache) else checks.INT32_MAX
-    rows = chunk_tokens
-    if rows is None:
-        checks.check_out_of_range(out_of_range)
-        slots = checks.slots_int32(slots, read=out_of_range == "raise")
-        longest, count = 0, slots.shape[0]
-        if starts is not None and ends is not None:
-            longest = int(check_ranges(starts, ends, count).sizes.max(initial=0))
-        rows = longest or layer_rows(spec, layers, count, check_tuning(tuning))
-    rows = check_chunk_tokens(rows)
-    chosen = select(
-        spec,
-        slots,
-        rows=rows,
-        num_slots=num_slots,
-        starts=starts,
-        ends=ends,
-        positions=positions,
-        skip_prefix=skip_prefix,
-        out_of_range=out_of_range,
-    )
-    flat, least = chosen.slots.reshape(-1), 0
-    if isinstance(flat, np.ndarray) and flat.size and out_of_range == "raise":
-        least = int(flat.max()) + 1
-    return StorePlan(chosen, flat, spec, least, out_of_range)
-
-
-def layer_rows(spec: CacheSpec, layers: int, num_tokens: int, tuning: Tuning) -> int:
-    """Rows of a chunk that make an array of some layers worth its dispatch: a power of two, no more than needed."""
-    bytes_per_row = max(spec.bytes_per_token * layers // spec.num_layers, 1)
-    worth = max(tuning.array_bytes // bytes_per_row, 1)
-    needed = 1 << max(num_tokens - 1, 15).bit_length()
-    return min(max(1 << (worth.bit_length() - 1), tuning.chunk_tokens), needed)
 
 
 @jax.tree_util.register_dataclass
@@ -209,7 +105,7 @@ def store_layer(
     if ring is not None and not isinstance(ring, host.Ring):
         raise TypeError(f"ring: expected a jaxkv.host.Ring, got {ring!r}")
     plan: StorePlan = slots
-    spec, chosen = plan.spec, plan.chosen
+    spec = plan.spec
     if implementation is not None:
         primitive.check_implementation(implementation)
     if layers.stop > spec.num_layers:
@@ -218,11 +114,8 @@ def store_layer(
     leaves = pages_of(pages, spec, len(layers), "pages").leaves
     num_pages, described = describe_pool(transfer.pool, transfer.sizes, tuple(leaf.shape for leaf in leaves))
     num_slots = num_pages * spec.page_size
-    if plan.num_slots > num_slots:
-        checks.check_slots_in_pool(np.asarray(plan.slots), num_slots)
-    if plan.out_of_range == "skip":
-        # The plan may have been made without the pages: a row past them is zero bytes, and not real.
-        chosen = chosen._replace(valid=chosen.valid & (chosen.slots < num_slots))
+    plan.check(num_slots)
+    chosen = plan.chosen_from(num_slots)
     count, traced = len(chosen.slots), checks.is_tracing()
     staging = None
     if path is not None or (not traced and next(iter(leaves[0].devices())).platform == "cpu"):
@@ -238,7 +131,7 @@ def store_layer(
         data: Sequence[jax.Array] = host.place(_gather_chunks(plan.slots, leaves, **statics))
     else:
         checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
-        on_device = plan.slots_beside(leaves[0])
+        (on_device,) = plan.slots_beside(leaves[0])
         if staging is not None:
             data = place_leaves(on_device, None, leaves, transfer=transfer, num_chunks=count, staging=staging)
         elif ring is None:

@@ -47,10 +47,10 @@ def place_leaves(
     Returns:
         The host arrays, written in place.
     """
-    options: dict[str, Any] = {"transfer": transfer, "num_chunks": num_chunks, "staging": staging}
     if host is None:
-        return list(_new_program(_new_shardings(slots, pages, transfer, num_chunks))(slots, pages, **options))
-    return list(_place_program(host[0].sharding)(host, slots, pages, **options))
+        shardings = _new_shardings(slots, pages, transfer, num_chunks)
+        return list(_new_program(shardings, transfer, num_chunks, staging)(slots, pages))
+    return list(_place_program(host[0].sharding, transfer, num_chunks, staging)(host, slots, pages))
 
 
 def fetch_leaves(
@@ -83,22 +83,20 @@ def fetch_leaves(
     Returns:
         The pool leaves, written.
     """
-    program = _fetch_program(pages[0].sharding, donate)
-    options = {"transfer": transfer, "num_chunks": num_chunks, "rows": rows, "staging": staging, "turn": turn}
-    return list(program(pages, slots, tuple(deltas), host, **options))
+    program = _fetch_program(pages[0].sharding, donate, transfer, num_chunks, rows, staging, turn)
+    return list(program(pages, slots, tuple(deltas), host))
 
 
-_STATIC = ("transfer", "num_chunks", "staging")
-
-
-@functools.lru_cache(maxsize=64)
-def _place_program(sharding: Any) -> Any:
-    def run(host: Any, slots: Any, pages: Any, *, transfer: Transfer, num_chunks: int, staging: int) -> Any:
+# A program for each set of static values, rather than one with static arguments: those are hashed and compared anew by
+# every call, which the first copy waits for.
+@functools.lru_cache(maxsize=1024)
+def _place_program(sharding: Any, transfer: Transfer, num_chunks: int, staging: int) -> Any:
+    def run(host: Any, slots: Any, pages: Any) -> Any:
         with jax.named_scope("jaxkv.place"):
             return _place_p.bind(slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
 
     # The memory kind of a result is not inferred from its type: it is named here.
-    return jax.jit(run, static_argnames=_STATIC, donate_argnums=0, out_shardings=sharding)
+    return jax.jit(run, donate_argnums=0, out_shardings=sharding)
 
 
 def _new_shardings(slots: Any, pages: Sequence[jax.Array], transfer: Transfer, num_chunks: int) -> Any:
@@ -109,9 +107,9 @@ def _new_shardings(slots: Any, pages: Sequence[jax.Array], transfer: Transfer, n
     return tuple(where for _, where in places_of(transfer, pages, slots.shape[0] // num_chunks)) * num_chunks
 
 
-@functools.lru_cache(maxsize=64)
-def _new_program(shardings: Any) -> Any:
-    def run(slots: Any, pages: Any, *, transfer: Transfer, num_chunks: int, staging: int) -> Any:
+@functools.lru_cache(maxsize=1024)
+def _new_program(shardings: Any, transfer: Transfer, num_chunks: int, staging: int) -> Any:
+    def run(slots: Any, pages: Any) -> Any:
         with jax.named_scope("jaxkv.place"):
             if on_cpu:
                 # Its memory is all of one kind: a gather's results are in pinned memory where the program says so.
@@ -124,17 +122,20 @@ def _new_program(shardings: Any) -> Any:
     first = shardings[0] if isinstance(shardings, tuple) else shardings
     on_cpu = next(iter(first.device_set)).platform == "cpu"
     pinned = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
-    return jax.jit(run, static_argnames=_STATIC, out_shardings=list(pinned) if isinstance(pinned, tuple) else pinned)
+    return jax.jit(run, out_shardings=list(pinned) if isinstance(pinned, tuple) else pinned)
 
 
-@functools.lru_cache(maxsize=64)
-def _fetch_program(sharding: Any, donate: bool) -> Any:
-    def run(pages: Any, slots: Any, deltas: Any, host: Any, **params: Any) -> Any:
+@functools.lru_cache(maxsize=1024)
+def _fetch_program(
+    sharding: Any, donate: bool, transfer: Transfer, num_chunks: int, rows: int, staging: int, turn: Turn | None
+) -> Any:
+    params = {"transfer": transfer, "num_chunks": num_chunks, "rows": rows, "staging": staging, "turn": turn}
+
+    def run(pages: Any, slots: Any, deltas: Any, host: Any) -> Any:
         with jax.named_scope("jaxkv.fetch"):
             return _fetch_p.bind(slots, *deltas, *host, *pages, **params)
 
-    donated = 0 if donate else ()
-    return jax.jit(run, static_argnames=(*_STATIC, "rows", "turn"), donate_argnums=donated, out_shardings=sharding)
+    return jax.jit(run, donate_argnums=0 if donate else (), out_shardings=sharding)
 
 
 def _lower_place(ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, staging: int) -> Any:

@@ -289,7 +289,7 @@ def test_a_store_plan_with_other_slots_is_another():
     first = jaxkv.store_plan(cache, np.arange(8), chunk_tokens=8)
     by_layer.store(cache, first, path="overlapped")
     other = jaxkv.store_plan(cache, np.arange(8, 16), chunk_tokens=8)
-    altered = dataclasses.replace(first, slots=other.slots, chosen=other.chosen)
+    altered = dataclasses.replace(first, rows=other.rows)
     for plan in (altered, pickle.loads(pickle.dumps(altered)), copy.deepcopy(other)):
         chunks = jaxkv.join_layers(by_layer.store(cache, plan, path="overlapped"))
         helpers.stored(model, arrays, chunks, np.arange(8, 16), [0], [8])

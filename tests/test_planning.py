@@ -14,7 +14,7 @@ from helpers import Model, Scene, counts_of
 from hypothesis import given, settings
 
 import jaxkv
-from jaxkv import plans
+from jaxkv import planning
 from jaxkv.testing import oracle
 
 SPEC = jaxkv.CacheSpec("page token dim", 1, 1, 1, 4, jnp.uint8)
@@ -147,10 +147,10 @@ def test_a_plan_from_a_spec_knows_no_pool():
         assert counts_of(plan) == {"moved": 2, "skipped": 0, "out_of_range": 1}
 
 
-@pytest.mark.parametrize("table", [0, plans._TABLE_SLOTS])
+@pytest.mark.parametrize("table", [0, planning._TABLE_SLOTS])
 def test_equal_slots_far_apart(table, monkeypatch):
     """B11: the same winners by a table of all slots and by sorting."""
-    monkeypatch.setattr(plans, "_TABLE_SLOTS", table)
+    monkeypatch.setattr(planning, "_TABLE_SLOTS", table)
     rng = np.random.default_rng(0)
     for _ in range(20):
         slots = rng.choice([-1, 0, 1, 2, 2**20], 18)

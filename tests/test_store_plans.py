@@ -1,0 +1,102 @@
+"""store with a plan: the same bytes as without, by every way, and what does not fit is refused."""
+
+import copy
+import pickle
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from helpers import WAYS, Model, assert_same, follow, stored
+
+import jaxkv
+
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+SLOTS = np.random.default_rng(0).permutation(28)[:21]
+
+
+@ways
+@pytest.mark.parametrize("made_for", ["cache", "cache, all layers", "spec"])
+@pytest.mark.parametrize("pool", ["A1", "A2", "A5"])
+def test_a_plan_stores_what_its_slots_do(pool, made_for, way):
+    """Once, again, and into older chunks."""
+    model = Model(pool)
+    arrays, cache = model.random()
+    layers = model.spec.num_layers if "all" in made_for else 1
+    of = model.spec if made_for == "spec" else cache
+    plan = jaxkv.store_plan(of, SLOTS, chunk_tokens=8, layers=layers)
+    older: tuple[jaxkv.Chunk, ...] = ()
+    for _ in range(3):
+        chunks = jaxkv.store(cache, plan, into=older, **way)
+        stored(model, arrays, chunks, SLOTS, *follow(21, 8))
+        older = chunks[:2]
+
+
+@ways
+def test_options_are_the_plans(way):
+    model = Model("A2")
+    arrays, cache = model.random()
+    starts, ends = [12, 0, 5], [20, 5, 5]
+    plan = jaxkv.store_plan(cache, SLOTS, starts=starts, ends=ends, skip_prefix=3)
+    chunks = jaxkv.store(cache, plan, format="KV_2TD", **way)
+    stored(model, arrays, chunks, SLOTS, starts, ends, skip_prefix=3)
+    assert chunks[0].num_rows == 8  # the longest range
+
+    far = SLOTS.copy()
+    far[[2, 9]] = 28, 2**31 - 1
+    plan = jaxkv.store_plan(model.spec, far, chunk_tokens=8, out_of_range="skip", positions=np.arange(21) + 5)
+    chunks = jaxkv.store(cache, plan, **way)
+    assert [np.flatnonzero(~c.valid[: c.num_tokens]).tolist() for c in chunks] == [[2], [1], []]
+    assert np.asarray(chunks[1].positions).tolist() == list(range(13, 21))
+    stored(model, arrays, jaxkv.store(cache, far, chunk_tokens=8, out_of_range="skip", **way), far, *follow(21, 8))
+
+
+@ways
+def test_with_and_without_a_plan_one_program_serves(way):
+    """I6: what one compiled, the other finds."""
+    _, cache = Model("A2", pages=30).random()
+    jax.block_until_ready(jaxkv.store(cache, SLOTS, chunk_tokens=8, **way))
+    with helpers.compilations() as compiled:
+        jaxkv.store(cache, jaxkv.store_plan(cache, SLOTS, chunk_tokens=8), **way)
+        jaxkv.store(cache, jaxkv.store_plan(cache, SLOTS, chunk_tokens=8, layers=3), **way)
+    assert not compiled
+
+
+def test_inside_jit():
+    model = Model("A2")
+    arrays, cache = model.random()
+    plan = jaxkv.store_plan(cache, SLOTS, chunk_tokens=8)
+    stored(model, arrays, jax.jit(lambda c: jaxkv.store(c, plan))(cache), SLOTS, *follow(21, 8))
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_copies_of_a_plan(how):
+    model = Model("A2")
+    arrays, cache = model.random()
+    plan = jaxkv.store_plan(cache, SLOTS, chunk_tokens=8)
+    jaxkv.store(cache, plan)
+    stored(model, arrays, jaxkv.store(cache, how(plan)), SLOTS, *follow(21, 8))
+
+
+@pytest.mark.parametrize("option", ["starts", "ends", "positions", "chunk_tokens", "skip_prefix", "out_of_range"])
+def test_a_plan_and_an_option_are_refused(option):
+    """M42."""
+    _, cache = Model("A2").random()
+    plan = jaxkv.store_plan(cache, SLOTS, chunk_tokens=8)
+    value = {"skip_prefix": 2, "out_of_range": "skip", "chunk_tokens": 8}.get(option, np.arange(21))
+    with pytest.raises(TypeError, match=rf"slots: a StorePlan has its options already, got \['{option}'\]"):
+        jaxkv.store(cache, plan, **{option: value})
+
+
+def test_a_plan_of_another_cache_is_refused():
+    """M42: the pages of another shape, or fewer of them."""
+    large, small = Model("A2"), Model("A2", pages=5)
+    plan = jaxkv.store_plan(large.random()[1], SLOTS, chunk_tokens=8)
+    arrays, cache = small.random()
+    with pytest.raises(ValueError, match=r"slots: index \d+ has slot 2\d, but the pool has 20 slots"):
+        jaxkv.store(cache, plan)
+    with pytest.raises(ValueError, match="slots: a StorePlan that was made for another spec"):
+        jaxkv.store(Model("A2", page_size=2).random()[1], plan)
+    low = np.arange(20)
+    assert_same(cache.pages, arrays)
+    stored(small, arrays, jaxkv.store(cache, jaxkv.store_plan(large.spec, low, chunk_tokens=8)), low, *follow(20, 8))

@@ -62,7 +62,7 @@ def test_what_changed_since_is_seen(way):
     plan = jaxkv.plan(scene.model.poisoned(), scene.chunks, scene.slots)
     jaxkv.load(scene.model.poisoned(), plan, **way)
     small = Model("A2", pages=5)
-    with pytest.raises(ValueError, match="plan: row .* has slot .* but the pool has 20 slots"):
+    with pytest.raises(ValueError, match=r"plan: row \d+ of chunk \d has slot \d+, but the pool has 20 slots"):
         jaxkv.load(small.poisoned(), plan, **way)
     scene.chunks[1].data[0].delete()
     cache = scene.model.poisoned()

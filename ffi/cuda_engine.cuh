@@ -7,9 +7,12 @@
 #ifndef JAXKV_CUDA_ENGINE_CUH_
 #define JAXKV_CUDA_ENGINE_CUH_
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_move.cuh"
@@ -90,74 +93,118 @@ struct ReturnCopyStream {
   void operator()(CopyStream* copies) const { CopyStream::Return(copies); }
 };
 
-// Moves the chunks of a call through `staging` buffers. `host_leaf(i)` is a leaf in pinned memory (the leaves of
-// chunk c follow those of chunk c - 1) and `leaf_bytes(i)` its size; `pool` as in MoveAll.
-template <Direction direction, typename PoolLeaf, typename HostLeaf, typename LeafBytes>
-ffi::Error MoveThroughStaging(cudaStream_t stream, ffi::ScratchAllocator& scratch, Transfer transfer,
-                              const int32_t* slots, int64_t leaves_per_chunk, int64_t staging, PoolLeaf pool,
-                              HostLeaf host_leaf, LeafBytes leaf_bytes) {
-  const int64_t num_chunks = transfer.num_chunks;
-  if (num_chunks == 0 || transfer.rows == 0) return ffi::Error::Success();
-  constexpr int64_t kAlignment = 256;  // of a leaf in a buffer: a kernel's widest words, and whole sectors
-  std::vector<int64_t> offset(leaves_per_chunk + 1, 0);
-  for (int64_t i = 0; i < leaves_per_chunk; ++i) {
-    offset[i + 1] = (offset[i] + leaf_bytes(i) + kAlignment - 1) / kAlignment * kAlignment;
-  }
-  staging = std::min(staging, num_chunks);
-  auto memory = scratch.Allocate(offset[leaves_per_chunk] * staging);  // the allocator aligns as we do, and takes no wish
-  if (!memory.has_value()) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkv: no device memory for staging buffers");
-  }
-  auto buffer = [&](int64_t c, int64_t leaf) {
-    return static_cast<char*>(*memory) + (c % staging) * offset[leaves_per_chunk] + offset[leaf];
-  };
+// Chunks on their way through `staging` buffers, one after the other: the steps of a call, queued in order.
+//
+// `host_leaf(i)` is a leaf in pinned memory (the leaves of chunk c follow those of chunk c - 1) and `leaf_bytes(i)` its
+// size; `pool_leaf` as in MoveAll.
+template <Direction direction>
+class Pipeline {
+ public:
+  using Leaf = std::function<char*(int64_t)>;
 
-  const std::unique_ptr<CopyStream, ReturnCopyStream> borrowed(CopyStream::Borrow());
-  CopyStream& copies = *borrowed;
-  if (copies.error() != cudaSuccess) {
-    return ffi::Error::Internal(std::string("jaxkv: no stream for copies: ") + cudaGetErrorString(copies.error()));
+  Pipeline(cudaStream_t stream, const Transfer& transfer, const int32_t* slots, int64_t leaves_per_chunk,
+           int64_t staging, Leaf pool_leaf, Leaf host_leaf, std::function<int64_t(int64_t)> leaf_bytes)
+      : stream_(stream),
+        transfer_(transfer),
+        slots_(slots),
+        leaves_(leaves_per_chunk),
+        staging_(std::min(staging, transfer.num_chunks)),
+        pool_leaf_(std::move(pool_leaf)),
+        host_leaf_(std::move(host_leaf)),
+        leaf_bytes_(std::move(leaf_bytes)),
+        offset_(leaves_per_chunk + 1, 0),
+        emptied_(transfer.num_chunks) {
+    constexpr int64_t kAlignment = 256;  // of a leaf in a buffer: a kernel's widest words, and whole sectors
+    for (int64_t i = 0; i < leaves_; ++i) {
+      offset_[i + 1] = (offset_[i] + leaf_bytes_(i) + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    transfer_.num_chunks = 1;  // a step moves one
   }
-  transfer.num_chunks = 1;
-  std::vector<cudaEvent_t> emptied(num_chunks);
-  // The staging memory, and what is in pinned memory, are this call's from here on.
-  copies.Wait(copies.stream(), copies.Mark(stream));
-  ffi::Error moved = ffi::Error::Success();
-  for (int64_t c = 0; c < num_chunks && moved.success(); ++c) {
-    auto copy = [&] {
-      for (int64_t leaf = 0; leaf < leaves_per_chunk; ++leaf) {
-        char* host = host_leaf(c * leaves_per_chunk + leaf);
-        char* device = buffer(c, leaf);
-        copies.Copy(direction == Direction::kGather ? host : device, direction == Direction::kGather ? device : host,
-                    leaf_bytes(leaf));
-      }
-    };
-    auto move = [&] {
-      Transfer one = transfer;
-      one.deltas = transfer.deltas.From(c * transfer.rows);
-      return MoveAll<direction>(stream, one, slots + c * transfer.rows, transfer.rows, leaves_per_chunk, pool,
-                                [&](int64_t leaf) { return buffer(c, leaf); });
-    };
-    if (direction == Direction::kGather) {
-      if (c >= staging) copies.Wait(stream, emptied[c - staging]);
-      moved = move();
-      copies.Wait(copies.stream(), copies.Mark(stream));
-      copy();
-      emptied[c] = copies.Mark(copies.stream());
+  Pipeline(const Pipeline&) = delete;
+  Pipeline& operator=(const Pipeline&) = delete;
+
+  int64_t size() const { return static_cast<int64_t>(emptied_.size()); }
+
+  ffi::Error Start(ffi::ScratchAllocator& scratch) {
+    auto memory = scratch.Allocate(offset_[leaves_] * staging_);  // the allocator aligns as we do, and takes no wish
+    if (!memory.has_value()) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkv: no device memory for staging buffers");
+    }
+    memory_ = static_cast<char*>(*memory);
+    copies_.reset(CopyStream::Borrow());
+    if (copies_->error() != cudaSuccess) {
+      const std::string why = cudaGetErrorString(copies_->error());
+      copies_.reset();
+      return ffi::Error::Internal("jaxkv: no stream for copies: " + why);
+    }
+    // The staging memory, and what is in pinned memory, are this call's from here on.
+    copies_->Wait(copies_->stream(), copies_->Mark(stream_));
+    return ffi::Error::Success();
+  }
+
+  // Queues chunk c; those before it were queued.
+  ffi::Error Step(int64_t c) {
+    ffi::Error moved = ffi::Error::Success();
+    if constexpr (direction == Direction::kGather) {
+      if (c >= staging_) copies_->Wait(stream_, emptied_[c - staging_]);
+      moved = Move(c);
+      copies_->Wait(copies_->stream(), copies_->Mark(stream_));
+      Copy(c);
+      emptied_[c] = copies_->Mark(copies_->stream());
     } else {
-      if (c >= staging) copies.Wait(copies.stream(), emptied[c - staging]);
-      copy();
-      copies.Wait(stream, copies.Mark(copies.stream()));
-      moved = move();
-      emptied[c] = copies.Mark(stream);
+      if (c >= staging_) copies_->Wait(copies_->stream(), emptied_[c - staging_]);
+      Copy(c);
+      copies_->Wait(stream_, copies_->Mark(copies_->stream()));
+      moved = Move(c);
+      emptied_[c] = copies_->Mark(stream_);
+    }
+    return moved;
+  }
+
+  // Also after a failure: XLA takes the staging memory back, and no copy may still be at it.
+  ffi::Error Finish() {
+    if (copies_ == nullptr) return ffi::Error::Success();  // nothing was started
+    copies_->Wait(stream_, copies_->Mark(copies_->stream()));
+    if (copies_->error() == cudaSuccess) return ffi::Error::Success();
+    return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies_->error()));
+  }
+
+ private:
+  char* Buffer(int64_t c, int64_t leaf) const { return memory_ + (c % staging_) * offset_[leaves_] + offset_[leaf]; }
+  void Copy(int64_t c) {
+    for (int64_t leaf = 0; leaf < leaves_; ++leaf) {
+      char* host = host_leaf_(c * leaves_ + leaf);
+      char* device = Buffer(c, leaf);
+      const bool out = direction == Direction::kGather;
+      copies_->Copy(out ? host : device, out ? device : host, leaf_bytes_(leaf));
     }
   }
-  // Also after a failure: XLA takes the staging memory back, and no copy may still be at it.
-  copies.Wait(stream, copies.Mark(copies.stream()));
-  if (moved.failure()) return moved;
-  if (copies.error() != cudaSuccess) {
-    return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies.error()));
+  ffi::Error Move(int64_t c) {
+    Transfer one = transfer_;
+    one.deltas = transfer_.deltas.From(c * transfer_.rows);
+    return MoveAll<direction>(stream_, one, slots_ + c * transfer_.rows, transfer_.rows, leaves_, pool_leaf_,
+                              [&](int64_t leaf) { return Buffer(c, leaf); });
   }
-  return ffi::Error::Success();
+
+  const cudaStream_t stream_;
+  Transfer transfer_;
+  const int32_t* const slots_;
+  const int64_t leaves_, staging_;
+  const Leaf pool_leaf_, host_leaf_;
+  const std::function<int64_t(int64_t)> leaf_bytes_;
+  std::vector<int64_t> offset_;  // of each leaf in a buffer, and the buffer's size
+  std::vector<cudaEvent_t> emptied_;
+  char* memory_ = nullptr;
+  std::unique_ptr<CopyStream, ReturnCopyStream> copies_;
+};
+
+// Moves all chunks of a pipeline.
+template <Direction direction>
+ffi::Error MoveThroughStaging(Pipeline<direction>&& chunks, ffi::ScratchAllocator& scratch) {
+  ffi::Error moved = chunks.Start(scratch);
+  for (int64_t c = 0; c < chunks.size() && moved.success(); ++c) moved = chunks.Step(c);
+  const ffi::Error finished = chunks.Finish();
+  return moved.failure() ? moved : finished;
 }
 
 }  // namespace jaxkv

@@ -24,7 +24,7 @@ nb::dict Registrations() {
 #ifdef JAXKV_CUDA
   nb::dict cuda;
 #define JAXKV_CUDA_TARGET(stem, Stem) cuda["jaxkv_" #stem] = Target(Jaxkv##Stem##Cuda);
-  JAXKV_FOR_EACH_OP(JAXKV_CUDA_TARGET)
+  JAXKV_FOR_EACH_CUDA_OP(JAXKV_CUDA_TARGET)
   platforms["CUDA"] = cuda;
 #endif
   return platforms;

@@ -20,6 +20,7 @@ from .chunk import (  # noqa: E402
     ChunkFormat,
     Fingerprint,
 )
+from .exchanging import exchange  # noqa: E402
 from .layerwise import LayerPart, Staged, fetch_layers, join_layers, store_layer, write  # noqa: E402
 from .layout import Layout, Sizes  # noqa: E402
 from .planning import plan  # noqa: E402
@@ -54,6 +55,7 @@ __all__ = [
     "StorePlan",
     "Tuning",
     "blend",
+    "exchange",
     "fetch_layers",
     "host",
     "join_layers",

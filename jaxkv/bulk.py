@@ -5,8 +5,8 @@ gathered (or the last is scattered). So the device memory a call takes is that o
 tokens; and every chunk of a store has the same shape, so that a request of another length compiles nothing.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,15 @@ from . import host, paths, store_plans
 from .chunk import Chunk, ChunkFormat, Fingerprint, as_format
 from .loading import prepared
 from .ops import checks, primitive
-from .paths import Part, Restore, Way, groups_of
+from .paths import Part, Restore, groups_of
 from .planning import plan as make_plan
 from .plans import Plan
 from .selection import Selection, check_chunk_tokens
 from .spec import CacheSpec, PagedCache, Pool
 from .store_plans import StorePlan
 from .tuning import Tuning, check_tuning
+
+T = TypeVar("T")
 
 
 def store(
@@ -79,19 +81,19 @@ def store(
         NotImplementedError: the pages are sharded over another axis than heads.
         RuntimeError: `implementation="ffi"` where no handlers were built, or a `path` that is not possible.
     """
-    spec, pool, tuning = _check_call(cache, implementation, tuning)
+    spec, pool, tuning = check_call(cache, implementation, tuning)
     options = {"starts": starts, "ends": ends, "positions": positions}
     options |= {"skip_prefix": skip_prefix, "out_of_range": out_of_range}
     if isinstance(slots, StorePlan):
         decided = slots
-        _check_store_plan(decided, spec, pool, {**options, "chunk_tokens": chunk_tokens})
+        check_store_plan(decided, spec, pool, {**options, "chunk_tokens": chunk_tokens})
     else:
         rows = check_chunk_tokens(tuning.chunk_tokens if chunk_tokens is None else chunk_tokens)
         decided = store_plans.decided(spec, slots, rows=rows, num_slots=pool.num_slots, **options)
     format = as_format(spec, format, layers_per_array)
     groups = groups_of(spec, format)
     count, rows = decided.rows.slots.shape
-    recycled = _recycled(into, spec, format, rows, count)
+    recycled = recycled_chunks(into, spec, format, rows, count)
     traced = checks.is_tracing()
     hosts = [array for chunk in recycled for array in chunk.data]
     sizes: dict[str, Any] = {"nbytes": count * rows * spec.bytes_per_token, "chunks": count, "tuning": tuning}
@@ -109,7 +111,8 @@ def store(
                 array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
             data = paths.save_overlapped(pool, tables, groups, way, implementation)
         else:
-            data = _save_pinned(pool, tables, runs, groups, way, [chunk.data for chunk in recycled])
+            older = [chunk.data for chunk in recycled]
+            data = naming_views(lambda: paths.save_pinned(pool, tables, runs, groups, way, older))
             for array in hosts:
                 array.delete()  # a CPU donates nothing that NumPy has a view of
     return chunks_of(data, decided.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
@@ -152,7 +155,7 @@ def load(
         RuntimeError: `implementation="ffi"` where no handlers were built.
         Exception: what fails after the first write carries the cache that is left, as `error.cache`.
     """
-    spec, pool, tuning = _check_call(cache, implementation, tuning)
+    spec, pool, tuning = check_call(cache, implementation, tuning)
     if isinstance(chunks, Plan):
         if slots is not None or options:
             given = ["slots"] * (slots is not None) + sorted(options)
@@ -201,14 +204,16 @@ def chunks_of(data: Sequence[tuple[jax.Array, ...]], chosen: Selection, fingerpr
     )
 
 
-def _check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | None) -> tuple[CacheSpec, Pool, Tuning]:
+def check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | None) -> tuple[CacheSpec, Pool, Tuning]:
+    """What a call is about: the spec, the arrays and the sizes, checked."""
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache: expected a PagedCache, got {type(cache).__name__}")
     primitive.check_implementation(implementation)
     return cache.spec, cache.pool, check_tuning(tuning)
 
 
-def _check_store_plan(plan: StorePlan, spec: CacheSpec, pool: Pool, options: dict[str, Any]) -> None:
+def check_store_plan(plan: StorePlan, spec: CacheSpec, pool: Pool, options: dict[str, Any]) -> None:
+    """Raises TypeError or ValueError where a plan comes with an option, or does not fit the cache."""
     defaults = {"skip_prefix": 0, "out_of_range": "raise"}
     given = [name for name, value in options.items() if value is not None and not _is(value, defaults.get(name))]
     if given:
@@ -233,11 +238,10 @@ def check_distinct(pool: Pool) -> None:
             raise ValueError(f"pages: arrays {first} and {i} are one array, which cannot be donated twice")
 
 
-def _save_pinned(
-    pool: Pool, tables: Sequence[Any], runs: Sequence[range], groups: Any, way: Way, hosts: Sequence[host.Arrays]
-) -> list[host.Arrays]:
+def naming_views(call: Callable[[], T]) -> T:
+    """What a call gives that writes into older chunks; ValueError where a view of one keeps it from that."""
     try:
-        return paths.save_pinned(pool, tables, runs, groups, way, hosts)
+        return call()
     except (RuntimeError, ValueError) as error:
         if "external reference" not in str(error):
             raise
@@ -247,7 +251,7 @@ def _save_pinned(
         ) from error
 
 
-def _recycled(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int) -> list[Chunk]:
+def recycled_chunks(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int) -> list[Chunk]:
     """The chunks whose buffers a store takes, checked: as many as it needs, or as there are."""
     if isinstance(into, Chunk) or not isinstance(into, Iterable):
         raise TypeError(f"into: expected a sequence of chunks, got {type(into).__name__}")

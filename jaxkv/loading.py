@@ -35,7 +35,14 @@ class Prepared(NamedTuple):
 
 
 def prepared(
-    plan: Plan, spec: CacheSpec, pool: Pool, *, path: str | None, implementation: str | None, tuning: Tuning
+    plan: Plan,
+    spec: CacheSpec,
+    pool: Pool,
+    *,
+    path: str | None,
+    implementation: str | None,
+    tuning: Tuning,
+    cut: int = 0,
 ) -> Prepared:
     """What a load of a plan into a pool does, checked; kept with the plan for the next time.
 
@@ -46,6 +53,7 @@ def prepared(
         path: the caller's choice, or None.
         implementation: of the ops.
         tuning: sizes.
+        cut: chunks that no operation takes together with later ones.
 
     Raises:
         TypeError: a chunk is of another dtype.
@@ -55,7 +63,16 @@ def prepared(
     traced = checks.is_tracing()
     key: Any = None
     if not traced:
-        key = (spec, pool.leaves[0].sharding, pool.num_slots, path, implementation, tuning, paths.jit_is_disabled())
+        key = (
+            spec,
+            pool.leaves[0].sharding,
+            pool.num_slots,
+            path,
+            implementation,
+            tuning,
+            cut,
+            paths.jit_is_disabled(),
+        )
         before = plan.__dict__.get("_prepared")
         if before is not None and before[0] == key:
             plan.check()
@@ -75,10 +92,11 @@ def prepared(
         implementation=implementation,
         tuning=tuning,
     )
-    runs = []
+    runs: list[list[int]] = []
     for _, members in itertools.groupby(moving, key=lambda k: (id(chunks[k].fingerprint), chunks[k].num_rows)):
         alike = list(members)
-        runs += [[alike[i] for i in run] for run in way.runs(len(alike))]
+        runs += [[alike[i] for i in run] for run in way.runs(min(cut, len(alike)))]
+        runs += [[alike[i] for i in run] for run in way.runs(len(alike) - min(cut, len(alike)), start=cut)]
     tables = [(_cut(plan.slots, spans, run), _positions(plan, spans, run)) for run in runs]
     if not traced:
         tables = _sent(tables, pool)

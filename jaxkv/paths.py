@@ -259,6 +259,15 @@ class Stretch(NamedTuple):
     groups: tuple[Group, ...]
     positions: tuple[Any, Any] | None = None
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that move."""
+        return int(self.slots.shape[0]) // self.rows
+
+    def deltas(self, group: int = 0) -> Arrays:
+        """The delta tables of a group of layers."""
+        return () if self.groups[group].turn is None else _deltas(self.positions, group=self.groups[group])
+
 
 class Restore:
     """A load on its way: the leaves as they are, chunk after chunk.
@@ -298,18 +307,18 @@ class Restore:
     def from_pinned(self, stretch: Stretch, way: Way) -> None:
         """Scatters chunks straight from pinned memory, in one operation for each group of layers."""
         donate, self._donate = self._donate, True
-        for group, hosts in zip(stretch.groups, stretch.hosts, strict=True):
+        for number, (group, hosts) in enumerate(zip(stretch.groups, stretch.hosts, strict=True)):
             written = fetch_leaves(
                 stretch.slots,
                 hosts,
                 [self.leaves[i] for i in group.leaves],
                 transfer=group.transfer,
-                num_chunks=stretch.slots.shape[0] // stretch.rows,
+                num_chunks=stretch.num_chunks,
                 rows=stretch.rows,
                 staging=way.staging,
                 donate=donate,
                 turn=group.turn,
-                deltas=_deltas(stretch.positions, group=group) if group.turn is not None else (),
+                deltas=stretch.deltas(number),
             )
             for i, leaf in zip(group.leaves, written, strict=True):
                 self.leaves[i] = leaf

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from .chunk import Chunk, check_alive, check_chunks
+from .ops import checks
 from .spec import CacheSpec
 from .values import fields_of, kept
 
@@ -79,7 +80,9 @@ class Plan:
             TypeError, ValueError: as `plan`; of what `plan` made, a ValueError where an array was deleted since.
         """
         if self.as_made:
-            check_alive(self.chunks)
+            # All that can change about chunks that were checked. (A traced array is not asked.)
+            if checks.is_tracing() or any([array.is_deleted() for chunk in self.chunks for array in chunk.data]):
+                check_alive(self.chunks)
         else:
             check_chunks(self.spec, self.chunks, data_later=data_later)
 

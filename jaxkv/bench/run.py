@@ -16,11 +16,12 @@ from typing import Any
 import jax
 
 from ..bulk import load, store
+from ..exchanging import exchange
 from ..ops import native
 from ..planning import plan as make_plan
 from ..spec import PagedCache
 from ..store_plans import store_plan
-from ..tuning import Tuning
+from ..tuning import DEFAULT
 from . import ceilings, kernels, overlap, transfers
 from .calibrate import calibrate
 from .rows import Row, save
@@ -136,27 +137,30 @@ class Bench:
         self._both_ways(nbytes)
 
     def _both_ways(self, nbytes: int) -> None:
-        """A store out of one cache and a load into another, with rings that hold all chunks.
-
-        A chunk that waits for its place in a ring holds up the computation's stream, and with it the other direction.
-        """
-        spec, rows, tuning = self._shape.spec, 2048, Tuning(staging=4)
-        out_of, into = spec.empty(self._shape.num_pages), spec.empty(self._shape.num_pages)
-        wanted = self._shape.slots(8192, seed=0)
-        going = jax.block_until_ready(store(out_of, wanted, chunk_tokens=rows))
-        plan = make_plan(into, jax.block_until_ready(store(out_of, wanted, chunk_tokens=rows)), wanted)
+        """Half of the slots go out while the other half come in: in one call, and in two."""
+        spec, tokens = self._shape.spec, 8192
+        cache = spec.empty(self._shape.num_pages)
+        slots = self._shape.slots(2 * tokens, seed=0)
+        out = store_plan(cache, slots[:tokens], layers=spec.num_layers, chunk_tokens=DEFAULT.chunk_tokens)
+        plan = make_plan(cache, jax.block_until_ready(store(cache, slots[tokens:])), slots[tokens:])
 
         def both() -> tuple[Any, PagedCache]:
-            nonlocal going, into
-            going = store(out_of, wanted, chunk_tokens=rows, into=going, path="overlapped", tuning=tuning)
-            into = load(into, plan, path="overlapped", tuning=tuning)
-            return going, into
+            nonlocal cache
+            chunks, cache = exchange(cache, out, plan)
+            return chunks, cache
 
-        self._transfer("bulk", "store and load at once", 8192, wall(both), moved=nbytes)
+        def one_then_the_other() -> tuple[Any, PagedCache]:
+            nonlocal cache
+            chunks = store(cache, out)
+            cache = load(cache, plan)
+            return chunks, cache
+
+        self._transfer("bulk", "store and load at once", tokens, wall(both), moved=nbytes)
+        self._transfer("bulk", "store and load, two calls", tokens, wall(one_then_the_other), moved=nbytes)
 
     def _layers(self) -> None:
         """Layer by layer with nothing beside it: in arrays of 32 MiB or all layers, whichever is less."""
-        for tokens, group in ((64, 8),) if self._quick else ((256, 32), (256, 8), (2048, 4), (8192, 1)):
+        for tokens, group in ((64, 8),) if self._quick else ((256, 32), (256, 8), (2048, 4), (8192, 1), (8192, 4)):
             run = overlap.LayerByLayer(self._shape, tokens, group=group)
             plan, turned = run.plan(), run.plan(turn=True)
             self._layerwise("store", tokens, group, run.store)

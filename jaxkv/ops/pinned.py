@@ -48,7 +48,7 @@ def place_leaves(
         The host arrays, written in place.
     """
     if host is None:
-        shardings = _new_shardings(slots, pages, transfer, num_chunks)
+        shardings = new_shardings(slots, pages, transfer, num_chunks)
         return list(_new_program(shardings, transfer, num_chunks, staging)(slots, pages))
     return list(_place_program(host[0].sharding, transfer, num_chunks, staging)(host, slots, pages))
 
@@ -99,12 +99,17 @@ def _place_program(sharding: Any, transfer: Transfer, num_chunks: int, staging: 
     return jax.jit(run, donate_argnums=0, out_shardings=sharding)
 
 
-def _new_shardings(slots: Any, pages: Sequence[jax.Array], transfer: Transfer, num_chunks: int) -> Any:
+def new_shardings(slots: Any, pages: Sequence[jax.Array], transfer: Transfer, num_chunks: int) -> Any:
     """Where the arrays of new chunks are to be: on the pages' device, on a mesh of one device sharded as these are."""
     sharding = pages[0].sharding
     if not isinstance(sharding, NamedSharding):
         return sharding
     return tuple(where for _, where in places_of(transfer, pages, slots.shape[0] // num_chunks)) * num_chunks
+
+
+def new_arrays(shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[jax.Array]:
+    """Pinned arrays that nothing has written, inside a program for CUDA: from the runtime's pool, at no cost."""
+    return [jax.device_put(jax.lax.empty(shape, dtype), jax.memory.Space.Host) for shape in shapes]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -114,9 +119,7 @@ def _new_program(shardings: Any, transfer: Transfer, num_chunks: int, staging: i
             if on_cpu:
                 # Its memory is all of one kind: a gather's results are in pinned memory where the program says so.
                 return gather_leaves(slots, pages, transfer=transfer, num_chunks=num_chunks, implementation="ffi")
-            shapes = transfer.chunk_shapes(slots.shape[0] // num_chunks) * num_chunks
-            # Memory that nothing has written: CUDA has it from the runtime's pool, at no cost.
-            host = [jax.device_put(jax.lax.empty(shape, pages[0].dtype), jax.memory.Space.Host) for shape in shapes]
+            host = new_arrays(transfer.chunk_shapes(slots.shape[0] // num_chunks) * num_chunks, pages[0].dtype)
             return _place_p.bind(slots, *host, *pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
 
     first = shardings[0] if isinstance(shardings, tuple) else shardings

@@ -1,0 +1,100 @@
+"""exchange against what it stands for: a store, then a load."""
+
+import dataclasses
+
+import helpers
+import jax
+import numpy as np
+import pytest
+from exchanges import check, scene_of
+from helpers import IMPLEMENTATIONS, WAYS, Model, Scene, assert_same, follow, stored
+
+import jaxkv
+
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@ways
+@pytest.mark.parametrize("pool", ["A1", "A2", "A5", "A24"])
+@pytest.mark.parametrize(("out", "into"), [(16, 16), (5, 20), (20, 3), (8, 8), (0, 8), (8, 0)])
+def test_both_ways(pool, out, into, way):
+    model = Model(pool, pages=12)
+    check(scene_of(model, into, first=24), np.random.default_rng(2).permutation(24)[:out], model=model, **way)
+
+
+@ways
+def test_what_goes_is_what_was_there_before(way):
+    """E10: the same slots go and come, all of them, some, and one."""
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 20, first=24)
+    for going in (scene.slots, np.arange(12, 32), np.asarray([0, 1, 30])):
+        check(scene, going, model=model, **way)
+
+
+@ways
+@pytest.mark.parametrize("layers_per_array", [None, 1])
+def test_older_chunks_and_other_formats(layers_per_array, way):
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 20, first=24)
+    going = np.arange(24)
+    format = jaxkv.ChunkFormat("token kv (head dim)", layers_per_array) if layers_per_array else jaxkv.KV_2LTD
+    chunks, _ = check(scene, going, format=format, **way)
+    again, _ = check(scene, going, format=format, older=chunks, **way)
+    fewer, _ = check(scene, going, format=format, older=again[:2], **way)
+    assert all(array.is_deleted() for chunk in (*chunks, *again[:2]) for array in chunk.data)
+    jax.block_until_ready([chunk.data for chunk in fewer])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gaps_and_negative_slots(implementation):
+    model = Model("A2", pages=12)
+    arrays, cache = model.random(3)
+    scene = Scene(model, 20, [0, 12], [8, 20])
+    going = np.asarray([1, -1, 3])
+    slots = np.arange(24, 44)
+    plan = jaxkv.plan(cache, scene.chunks, slots, starts=[0, 12], ends=[8, 20], gaps="zero")
+    out = jaxkv.store_plan(cache, going, chunk_tokens=8)
+    chunks, after = jaxkv.exchange(cache, out, plan, implementation=implementation)
+    stored(model, arrays, chunks, going, [0], [3])
+    want = model.written(arrays, np.concatenate(scene.rows, axis=2), np.concatenate([slots[:8], slots[12:20]]))
+    assert_same(after.pages, model.zeroed(want, slots[8:12]))
+
+
+def test_inside_jit():
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 20, first=24)
+    arrays, cache = model.random(3)
+    out = jaxkv.store_plan(cache, np.arange(20), chunk_tokens=8)
+    plan = jaxkv.plan(cache, scene.chunks, scene.slots)
+    chunks, after = jax.jit(lambda c: jaxkv.exchange(c, out, plan))(cache)
+    stored(model, arrays, chunks, np.arange(20), *follow(20, 8))
+    assert_same(after.pages, model.written(arrays, np.concatenate(scene.rows, axis=2), scene.slots))
+
+
+def test_what_is_refused():
+    """M42: named, before anything is launched; cache and chunks are whole."""
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 16, first=24)
+    arrays, cache = model.random(3)
+    out, plan = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8), jaxkv.plan(cache, scene.chunks, scene.slots)
+    older = jaxkv.store(cache, out)
+    one = scene.chunks[0]
+    small, twice = Model("A2", pages=5), dataclasses.replace(cache, pages=(cache.pages[0],) * 3)
+    cases = [
+        ((cache.pages, out, plan), {}, TypeError, "cache: expected a PagedCache"),
+        ((cache, np.arange(16), plan), {}, TypeError, "going: expected a StorePlan, got ndarray"),
+        ((cache, out, scene.chunks), {}, TypeError, "coming: expected a Plan, got tuple"),
+        ((cache, out, plan), {"into": 3}, TypeError, "into: expected a sequence"),
+        ((cache, out, plan), {"into": [one, one]}, ValueError, "into: chunk 1 was deleted, or is given twice"),
+        ((cache, out, plan), {"path": "fast"}, ValueError, "path: 'fast'"),
+        ((cache, out, plan), {"path": "direct", "implementation": "xla"}, RuntimeError, "path: 'direct' is not"),
+        ((cache, out, plan), {"format": "token"}, ValueError, "token"),
+        ((small.random()[1], out, plan), {}, ValueError, "pool has 20 slots"),
+        ((twice, out, plan), {}, ValueError, "pages: arrays 0 and 1 are one array"),
+    ]
+    for args, options, error, words in cases:
+        with pytest.raises(error, match=words):
+            jaxkv.exchange(*args, **options)
+    assert_same(cache.pages, arrays)
+    assert not any(array.is_deleted() for chunk in (*older, *scene.chunks) for array in chunk.data)
+    helpers.stored(model, arrays, jaxkv.exchange(cache, out, plan, into=older)[0], np.arange(16), *follow(16, 8))

@@ -91,30 +91,27 @@ def store(
         rows = check_chunk_tokens(tuning.chunk_tokens if chunk_tokens is None else chunk_tokens)
         decided = store_plans.decided(spec, slots, rows=rows, num_slots=pool.num_slots, **options)
     format = as_format(spec, format, layers_per_array)
-    groups = groups_of(spec, format)
     count, rows = decided.rows.slots.shape
     recycled = recycled_chunks(into, spec, format, rows, count)
-    traced = checks.is_tracing()
     hosts = [array for chunk in recycled for array in chunk.data]
-    sizes: dict[str, Any] = {"nbytes": count * rows * spec.bytes_per_token, "chunks": count, "tuning": tuning}
-    way = paths.choose(path, pool.leaves, hosts, traced=traced, implementation=implementation, **sizes)
-    if count == 0:
-        return ()
-    if traced:
-        data = paths.save_traced(pool, decided.rows.slots, groups, implementation)
+    how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
+    traced = checks.is_tracing()
+    where = paths.shardings_of(hosts)
+    if traced or count == 0:
+        paths.choose(path, pool.leaves, where, traced=traced, nbytes=0, implementation=implementation, tuning=tuning)
+        data = paths.save_traced(pool, decided.rows.slots, groups_of(spec, format), implementation)
+        return chunks_of(data, decided.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
+    held = len(recycled) if len(recycled) < count else 0
+    saving = store_plans.prepared(decided, pool, format, where, held=held, **how)
+    if saving.way.path == "overlapped":
+        for array in hosts:
+            array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
+        data = paths.save_overlapped(pool, saving, implementation)
     else:
-        held = len(recycled)
-        runs = (*way.runs(held), *way.runs(count - held, start=held))
-        tables = decided.slots_beside(pool.leaves[0], runs)
-        if way.path == "overlapped":
-            for array in hosts:
-                array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
-            data = paths.save_overlapped(pool, tables, groups, way, implementation)
-        else:
-            older = [chunk.data for chunk in recycled]
-            data = naming_views(lambda: paths.save_pinned(pool, tables, runs, groups, way, older))
-            for array in hosts:
-                array.delete()  # a CPU donates nothing that NumPy has a view of
+        older = [chunk.data for chunk in recycled]
+        data = naming_views(lambda: paths.save_pinned(pool, saving, older))
+        for array in hosts:
+            array.delete()  # a CPU donates nothing that NumPy has a view of
     return chunks_of(data, decided.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from . import paths, store_plans
 from .bulk import check_call, check_distinct, check_store_plan, chunks_of, load, naming_views, recycled_chunks, store
 from .chunk import Chunk, Fingerprint, as_format
 from .host import Arrays
 from .loading import Prepared, prepared
 from .ops.exchange import Side, exchange_leaves
 from .ops.pinned import place_leaves
-from .paths import Group, Restore, groups_of
+from .paths import Group, Restore, Saving, Stretch, groups_of
 from .plans import Plan
 from .spec import PagedCache
 from .store_plans import StorePlan
@@ -68,13 +69,17 @@ def exchange(
     check_distinct(pool)
     how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
     steps = prepared(coming, spec, pool, cut=count, **how)
-    groups = groups_of(spec, format)
-    if len(older) not in (0, count) or not _are_pairs(steps, groups) or not _are_apart(going, coming):
+    saving = None
+    if len(older) in (0, count) and _are_pairs(steps, groups_of(spec, format)) and _are_apart(going, coming):
+        both = min(count, sum(stretch.num_chunks for stretch in steps.steps))
+        hosts = paths.shardings_of([array for chunk in older for array in chunk.data])
+        saving = store_plans.prepared(going, pool, format, hosts, held=both if both < count else 0, **how)
+    if saving is None or saving.way.path != "engine":
         chunks = store(cache, going, into=older, format=format, **how)
         return chunks, load(cache, coming, **how)
     restore = Restore(pool, donate=True, traced=False, implementation=implementation)
     try:
-        data = naming_views(lambda: _exchanged(restore, going, steps, groups[0], [chunk.data for chunk in older]))
+        data = naming_views(lambda: _exchanged(restore, saving, steps.steps, [chunk.data for chunk in older]))
         if steps.zeroing is not None:
             restore.scatter(steps.zeroing, ())
     except Exception as error:
@@ -104,17 +109,12 @@ def _are_apart(going: StorePlan, coming: Plan) -> bool:
     return not taken[into].any()
 
 
-def _exchanged(
-    restore: Restore, going: StorePlan, steps: Prepared, group: Group, older: Sequence[Arrays]
-) -> list[Arrays]:
+def _exchanged(restore: Restore, saving: Saving, stretches: Sequence[Stretch], older: Sequence[Arrays]) -> list[Arrays]:
     """Moves everything, and gives the arrays of each chunk that went."""
-    way, transfer = steps.way, group.transfer
-    count, rows = going.rows.slots.shape
-    both = min(count, sum(stretch.num_chunks for stretch in steps.steps))
-    runs = [*way.runs(both), *way.runs(count - both, start=both)]
-    tables = going.slots_beside(restore.leaves[0], runs)
+    way, group = saving.way, saving.groups[0]
+    transfer = group.transfer
     data: list[jax.Array] = []
-    for run, slots, coming in itertools.zip_longest(runs, tables, steps.steps):
+    for run, slots, coming in itertools.zip_longest(saving.runs, saving.tables, stretches):
         if run is None:  # more chunks come than go
             restore.from_pinned(coming, way)
             continue
@@ -130,7 +130,7 @@ def _exchanged(
             recycled,
             coming.hosts[0],
             leaves,
-            going=Side(transfer, len(run), rows),
+            going=Side(transfer, len(run), slots.shape[0] // len(run)),
             coming=Side(its.transfer, coming.num_chunks, coming.rows),
             staging=way.staging,
             turn=its.turn,

@@ -81,11 +81,11 @@ def prepared(
     _check(plan, spec, pool)
     spans, chunks = plan.spans(), plan.chunks
     moving = plan.moving()
-    hosts = [array for k in moving for array in chunks[k].data]
+    hosts = [] if traced else [array for k in moving for array in chunks[k].data]
     way = paths.choose(
         path,
         pool.leaves,
-        hosts,
+        paths.shardings_of(hosts),
         traced=traced,
         nbytes=spec.bytes_per_token * sum(chunks[k].num_rows for k in moving),
         chunks=len(moving),

@@ -100,7 +100,7 @@ class Way(NamedTuple):
 def choose(
     path: str | None,
     leaves: Sequence[jax.Array],
-    hosts: Sequence[jax.Array],
+    hosts: Sequence[Any],
     *,
     traced: bool,
     nbytes: int,
@@ -113,7 +113,7 @@ def choose(
     Args:
         path: the caller's choice, or None.
         leaves: the pool's arrays.
-        hosts: arrays of chunks to read from, or to write into.
+        hosts: shardings of the arrays to read from, or to write into (`shardings_of`).
         traced: whether the call is being traced.
         nbytes: bytes to move.
         chunks: in how many chunks.
@@ -139,7 +139,7 @@ def choose(
         why_not = "the pool is on several devices"
     elif not native.available(platform or ""):
         why_not = f"no handlers for {platform}"
-    elif any(s.memory_kind != PINNED or s.device_set != leaves[0].devices() for s in _shardings_of(hosts)):
+    elif any(s.memory_kind != PINNED or s.device_set != leaves[0].devices() for s in hosts):
         why_not = "a chunk is not in pinned memory beside the pool's device"
     if path == "engine" and why_not is None and platform != "cuda":
         why_not = f"there is no copy engine on {platform}"
@@ -162,9 +162,9 @@ def jit_is_disabled() -> bool:
     return bool(_CONFIG.jax_disable_jit)
 
 
-def _shardings_of(arrays: Sequence[jax.Array]) -> list[Any]:
+def shardings_of(arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
     """The different shardings of some arrays, of which there may be many with one."""
-    return list({id(sharding): sharding for sharding in [array.sharding for array in arrays]}.values())
+    return tuple({id(sharding): sharding for sharding in [array.sharding for array in arrays]}.values())
 
 
 def save_traced(pool: Pool, table: Any, groups: tuple[Group, ...], implementation: str | None) -> list[Arrays]:
@@ -172,14 +172,26 @@ def save_traced(pool: Pool, table: Any, groups: tuple[Group, ...], implementatio
     return [place(_gather_groups(slots, pool.leaves, groups, implementation)) for slots in table]
 
 
-def save_overlapped(
-    pool: Pool, tables: Sequence[Any], groups: tuple[Group, ...], way: Way, implementation: str | None
-) -> list[Arrays]:
-    """The chunks of a store, gathered into a ring of device buffers and copied from there.
+class Saving(NamedTuple):
+    """What a store does.
 
-    `tables` are the slots of each chunk, int32 `[rows]`, on the pool's devices.
+    Attributes:
+        way: how the chunks go.
+        groups: of their format.
+        runs: the chunks that one operation takes each.
+        tables: the slots of each run, int32 `[chunks * rows]`, on the pool's devices.
     """
-    ring = Ring(min(way.staging, len(tables)))
+
+    way: Way
+    groups: tuple[Group, ...]
+    runs: tuple[range, ...]
+    tables: Sequence[jax.Array]
+
+
+def save_overlapped(pool: Pool, saving: Saving, implementation: str | None) -> list[Arrays]:
+    """The chunks of a store, gathered into a ring of device buffers and copied from there."""
+    groups, tables = saving.groups, saving.tables
+    ring = Ring(min(saving.way.staging, len(tables)))
     places = chunk_places(groups, pool, tables[0].shape[0])
     chunks = []
     for slots in tables:
@@ -191,38 +203,27 @@ def save_overlapped(
     return chunks
 
 
-def save_pinned(
-    pool: Pool,
-    tables: Sequence[Any],
-    runs: Sequence[range],
-    groups: tuple[Group, ...],
-    way: Way,
-    hosts: Sequence[Arrays] = (),
-) -> list[Arrays]:
+def save_pinned(pool: Pool, saving: Saving, hosts: Sequence[Arrays] = ()) -> list[Arrays]:
     """The chunks of a store, written into pinned arrays.
 
     Args:
         pool: the pages.
-        tables: the slots of each run, int32 `[chunks * rows]`, on the pool's device.
-        runs: the chunks that one operation takes each.
-        groups: of the chunks' format.
-        way: how.
+        saving: what is to be done.
         hosts: the arrays that the first chunks are written into, a tuple of them a chunk, which are consumed; the
             others go into new ones. No run has chunks of both.
     """
-    chunks: list[list[jax.Array]] = [[] for run in runs for _ in run]
-    for run, slots in zip(runs, tables, strict=True):
+    chunks: list[list[jax.Array]] = [[] for run in saving.runs for _ in run]
+    for run, slots in zip(saving.runs, saving.tables, strict=True):
         first = 0
-        for transfer, numbers, *_ in groups:
-            held = len(transfer.chunk_kinds)
-            recycled = (
-                [leaf for k in run for leaf in hosts[k][first : first + held]] if run.stop <= len(hosts) else None
-            )
+        for transfer, numbers, *_ in saving.groups:
+            last = first + len(transfer.chunk_kinds)
+            recycled = [leaf for k in run for leaf in hosts[k][first:last]] if run.stop <= len(hosts) else None
             leaves = [pool.leaves[i] for i in numbers]
-            placed = place_leaves(slots, recycled, leaves, transfer=transfer, num_chunks=len(run), staging=way.staging)
+            sizes: dict[str, Any] = {"num_chunks": len(run), "staging": saving.way.staging}
+            placed = place_leaves(slots, recycled, leaves, transfer=transfer, **sizes)
             for at, k in enumerate(run):
-                chunks[k] += placed[at * held : (at + 1) * held]
-            first += held
+                chunks[k] += placed[at * (last - first) : (at + 1) * (last - first)]
+            first = last
     return [tuple(chunk) for chunk in chunks]
 
 

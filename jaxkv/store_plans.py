@@ -9,9 +9,11 @@ import jax
 import numpy as np
 
 from . import host, paths
+from .chunk import ChunkFormat, as_format
 from .ops import checks
+from .paths import Saving, groups_of
 from .selection import Rows, Selection, check_chunk_tokens, check_ranges, select_rows
-from .spec import CacheSpec, PagedCache
+from .spec import CacheSpec, PagedCache, Pool
 from .tuning import DEFAULT, Tuning, check_tuning
 from .values import fields_of, kept
 
@@ -147,13 +149,53 @@ def store_plan(
     if pool is None:
         return dataclasses.replace(made, num_slots=int(table.max(initial=-1)) + 1) if made.num_slots else made
     if table.size and not checks.is_tracing():
-        runs: tuple[range, ...] = ()
         if layers == spec.num_layers:
-            sizes: dict[str, Any] = {"nbytes": table.size * spec.bytes_per_token, "chunks": len(table)}
-            how: dict[str, Any] = {"traced": False, "implementation": None, "tuning": DEFAULT, **sizes}
-            runs = tuple(paths.choose(None, pool.leaves, (), **how).runs(len(table)))
-        made.slots_beside(pool.leaves[0], runs)
+            prepared(made, pool, as_format(spec, None), (), path=None, implementation=None, tuning=DEFAULT)
+        else:
+            made.slots_beside(pool.leaves[0])
     return made
+
+
+def prepared(
+    plan: StorePlan,
+    pool: Pool,
+    format: ChunkFormat,
+    hosts: tuple[Any, ...],
+    *,
+    path: str | None,
+    implementation: str | None,
+    tuning: Tuning,
+    held: int = 0,
+) -> Saving:
+    """What a store of a plan out of a pool does; kept with the plan for the next time.
+
+    Args:
+        plan: not traced, of one chunk or more.
+        pool: the arrays.
+        format: of the chunks.
+        hosts: shardings of the arrays to write into.
+        path: the caller's choice, or None.
+        implementation: of the ops.
+        tuning: sizes.
+        held: the first chunks, which no operation takes together with later ones.
+
+    Raises:
+        ValueError: `path` is unknown.
+        RuntimeError: `path` is not possible here.
+    """
+    where = (pool.leaves[0].sharding, hosts, held)
+    key = (*where, format, path, implementation, tuning, paths.jit_is_disabled())
+    before = plan.__dict__.get("_prepared")
+    if before is not None and before[0] == key:
+        found: Saving = before[1]
+        return found
+    count, rows = plan.rows.slots.shape
+    sizes: dict[str, Any] = {"nbytes": count * rows * plan.spec.bytes_per_token, "chunks": count, "tuning": tuning}
+    way = paths.choose(path, pool.leaves, hosts, traced=False, implementation=implementation, **sizes)
+    runs = (*way.runs(held), *way.runs(count - held, start=held))
+    found = Saving(way, groups_of(plan.spec, format), runs, plan.slots_beside(pool.leaves[0], runs))
+    object.__setattr__(plan, "_prepared", (key, found))
+    return found
 
 
 def decided(spec: CacheSpec, slots: Any, *, num_slots: int, out_of_range: str, **options: Any) -> StorePlan:

@@ -163,7 +163,7 @@ def test_device_memory_is_that_of_the_ring(way):
     chunks = jaxkv.store(cache, slots)
     jax.block_until_ready([c.data for c in chunks])
     took = peak(lambda: jaxkv.load(cache, chunks, slots, **way))
-    assert took <= max(most, 3) * chunk + slack, took / chunk
+    assert took <= 4 * chunk + slack, took / chunk
 
 
 @ways

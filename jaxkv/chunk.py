@@ -289,6 +289,7 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool =
         raise TypeError(f"chunks: expected a sequence of chunks, got {type(chunks).__name__}")
     parts = list(chunks)
     fitting: dict[tuple[int, int], tuple[tuple[int, ...], ...]] = {}  # the chunks of one store differ in data alone
+    last: Any = None
     for i, chunk in enumerate(parts):
         if chunk is None:
             raise ValueError(f"chunks: entry {i} is missing (None)")
@@ -305,22 +306,24 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool =
             fitting[kind] = chunk.format.shapes(spec, chunk.num_rows)
         if not chunk.data and data_later:
             continue
-        shapes = fitting[kind]
-        for array in chunk.data:
+        shapes, data = fitting[kind], chunk.data
+        for array in data:
             if not isinstance(array, jax.Array):
                 raise TypeError(f"chunks: chunk {i} holds a {type(array).__name__}, expected a jax.Array")
-        if tuple(array.shape for array in chunk.data) != shapes:
+        if tuple([array.shape for array in data]) != shapes:
             raise ValueError(
-                f"chunks: chunk {i} has arrays of shapes {[array.shape for array in chunk.data]}, expected "
+                f"chunks: chunk {i} has arrays of shapes {[array.shape for array in data]}, expected "
                 f"{list(shapes)} for {chunk.num_rows} rows in format {str(chunk.format.layout)!r}"
             )
-        for array in chunk.data:
+        for array in data:
             if array.dtype != spec.dtype:
                 raise TypeError(f"chunks: chunk {i} holds {array.dtype}, the cache {np.dtype(spec.dtype)}")
-            if not checks.is_traced(array) and array.sharding.memory_kind == "unpinned_host":
+            sharding = None if checks.is_traced(array) else array.sharding
+            if sharding is not last and sharding is not None and sharding.memory_kind == "unpinned_host":
                 raise ValueError(
                     f"chunks: chunk {i} is in memory kind 'unpinned_host', expected 'pinned_host' (or 'device')"
                 )
+            last = sharding
     check_alive(parts)
     return parts
 

@@ -168,7 +168,7 @@ class Bench:
             self._layerwise("load, keys turned", tokens, group, partial(run.load, plan=turned))
             self._transfer("layer by layer", f"plan of a load, {group}", tokens, wall(run.plan), moved=0)
         # With nothing beside it a store needs no copies of their own: several arrays leave in one program.
-        for tokens, group in ((256, 32), (2048, 16), (8192, 8)) if self._cuda else ():
+        for tokens, group in ((256, 32), (2048, 8), (8192, 4)) if self._cuda else ():
             run = overlap.LayerByLayer(self._shape, tokens, group=group)
             self._layerwise("store, engine", tokens, group, partial(run.store, path="engine"))
 
@@ -180,7 +180,7 @@ class Bench:
         layers = self._shape.spec.num_layers
         forward = overlap.Forward(layers, *((64, 32) if self._quick else ()))
         sizes = {"rounds": 1, "repeats": 3, "warm": 1} if self._quick else {}
-        for tokens, group in ((64, 1),) if self._quick else ((256, 1), (2048, 1), (2048, 4), (8192, 1)):
+        for tokens, group in ((64, 1),) if self._quick else ((256, 1), (256, 8), (2048, 1), (2048, 4), (8192, 1)):
             run = overlap.LayerByLayer(self._shape, tokens, group=group)
             plan, turned = run.plan(), run.plan(turn=True)
             calls: dict[str, Callable[[], Any]] = {

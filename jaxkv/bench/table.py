@@ -46,10 +46,12 @@ def _transfers(rows: Rows) -> str:
         ("bulk store, new pinned memory", "bulk", ("store",) * 3, "bulk store"),
         ("bulk store into older chunks", "bulk", ("store into older chunks",) * 3, "bulk store"),
         ("bulk load", "bulk", ("load",) * 3, "bulk load"),
+        ("bulk store without a plan", "bulk", ("store, no plan",) * 3, "bulk store"),
+        ("bulk load without a plan", "bulk", ("load, no plan",) * 3, "bulk load"),
         (
             "layer by layer: store, engine path",
             "layer by layer",
-            _grouped("store, engine", 32, 16, 8),
+            _grouped("store, engine", 32, 8, 4),
             "layer-wise store",
         ),
         *(
@@ -68,6 +70,13 @@ def _transfers(rows: Rows) -> str:
             ours, theirs = rows[part, name, tokens], rows["lmcache", peer, tokens]
             cells.append(f"{_values(ours, 'value', 2)} ({_values(ours, 'ratio', 2)}); {_values(theirs, 'value', 2)}")
         lines.append([label, *cells])
+    for label, name, case in (
+        ("bulk, both ways at once: `exchange`", "store and load at once", "8192 tokens"),
+        ("bulk, both ways, `store` and `load`", "store and load, two calls", "8192 tokens"),
+        ("bulk store, 32 calls of 256 tokens in flight", "store into, calls in flight", "32 calls of 256 tokens"),
+    ):
+        runs = rows["bulk", name, case]
+        lines.append([label, "", "", f"{_values(runs, 'value', 2)} ({_values(runs, 'ratio', 2)})"])
     return _table(["ms, to completion (of the copy engine); LMCache", *_TOKENS], lines)
 
 
@@ -82,16 +91,22 @@ def _beside(rows: Rows) -> str:
         ("store, to the last product", "store: last product", None),
         ("load, each layer waiting for its own KV", "load, each layer waiting: last byte", None),
         ("load, no layer waiting (LMCache: sync)", "load, not waiting: last byte", "layer-wise load, not waiting"),
+        (
+            "the same, 8 and 4 layers an array",
+            tuple(f"load, not waiting, {n} layers an array: last byte" for n in (8, 4)),
+            None,
+        ),
         ("load with keys turned, each layer waiting", "load, keys turned: last byte", "CacheBlend load"),
     ]
     lines = []
     for label, name, peer in jobs:
+        names = (name,) * 3 if isinstance(name, str) else name
         cells = []
-        for tokens in _TOKENS:
-            ours = _values(rows[part, name, tokens], "value", 1)
+        for tokens, row in zip(_TOKENS, names, strict=False):
+            ours = _values(rows[part, row, tokens], "value", 1)
             theirs = "-" if peer is None else _values(rows["lmcache", f"{peer}, {part}", tokens], "value", 1)
             cells.append(f"{ours}; {theirs}")
-        lines.append([label, *cells])
+        lines.append([label, *cells, *[""] * (3 - len(cells))])
     ((_, alone),) = [(key, runs) for key, runs in rows.items() if key[:2] == (part, "the forward pass alone")]
     head = f"% that a forward pass of {_values(alone, 'value', 1)} ms takes longer; LMCache (of its own)"
     return _table([head, *_TOKENS], lines)

@@ -7,6 +7,7 @@
 #ifndef JAXKV_CUDA_ENGINE_CUH_
 #define JAXKV_CUDA_ENGINE_CUH_
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -124,6 +125,7 @@ class Pipeline {
   Pipeline& operator=(const Pipeline&) = delete;
 
   int64_t size() const { return static_cast<int64_t>(emptied_.size()); }
+  bool is_empty() const { return size() == 0 || transfer_.rows == 0; }
 
   ffi::Error Start(ffi::ScratchAllocator& scratch) {
     auto memory = scratch.Allocate(offset_[leaves_] * staging_);  // the allocator aligns as we do, and takes no wish
@@ -139,7 +141,7 @@ class Pipeline {
     }
     // The staging memory, and what is in pinned memory, are this call's from here on.
     copies_->Wait(copies_->stream(), copies_->Mark(stream_));
-    return ffi::Error::Success();
+    return Queued();
   }
 
   // Queues chunk c; those before it were queued.
@@ -158,18 +160,23 @@ class Pipeline {
       moved = Move(c);
       emptied_[c] = copies_->Mark(stream_);
     }
-    return moved;
+    return moved.failure() ? moved : Queued();
   }
 
   // Also after a failure: XLA takes the staging memory back, and no copy may still be at it.
   ffi::Error Finish() {
     if (copies_ == nullptr) return ffi::Error::Success();  // nothing was started
     copies_->Wait(stream_, copies_->Mark(copies_->stream()));
-    if (copies_->error() == cudaSuccess) return ffi::Error::Success();
-    return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies_->error()));
+    if (copies_->error() != cudaSuccess) cudaStreamSynchronize(copies_->stream());  // the order may not have been queued
+    return Queued();
   }
 
  private:
+  // Whether all that was asked of the copies' stream was taken: without its order nothing more may be queued.
+  ffi::Error Queued() const {
+    if (copies_->error() == cudaSuccess) return ffi::Error::Success();
+    return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies_->error()));
+  }
   char* Buffer(int64_t c, int64_t leaf) const { return memory_ + (c % staging_) * offset_[leaves_] + offset_[leaf]; }
   void Copy(int64_t c) {
     for (int64_t leaf = 0; leaf < leaves_; ++leaf) {
@@ -201,6 +208,7 @@ class Pipeline {
 // Moves all chunks of a pipeline.
 template <Direction direction>
 ffi::Error MoveThroughStaging(Pipeline<direction>&& chunks, ffi::ScratchAllocator& scratch) {
+  if (chunks.is_empty()) return ffi::Error::Success();
   ffi::Error moved = chunks.Start(scratch);
   for (int64_t c = 0; c < chunks.size() && moved.success(); ++c) moved = chunks.Step(c);
   const ffi::Error finished = chunks.Finish();

@@ -1,12 +1,13 @@
-// exchange on the GPU: (slots that go, slots that come, delta tables..., host leaves that come..., host leaves that go...,
-// pool leaves...) -> pool leaves, each aliased to its operand. A place and a fetch at once: the copy engines of both
-// directions are busy together. No slot may be both of those that go and of those that come.
+// exchange on the GPU: (slots that go, slots that come, delta tables..., host leaves that come..., host leaves that
+// go..., pool leaves...) -> pool leaves, each aliased to its operand. A place and a fetch at once: the copy engines of
+// both directions are busy together. No slot may be both of those that go and of those that come.
 //
-// It writes the host leaves that go though they are operands, whose contents no one has a use for: XLA has the results of
-// one custom call in one kind of memory. settle, which follows it, makes results of them:
+// It writes the host leaves that go though they are operands, whose contents no one has a use for: XLA has the results
+// of one custom call in one kind of memory. settle, which follows it, makes results of them:
 // (a pool leaf, host leaves...) -> host leaves, each aliased to its operand, and moves nothing.
 
 #include <algorithm>
+#include <vector>
 
 #include "cuda_engine.cuh"
 #include "handlers.h"
@@ -16,10 +17,14 @@ namespace {
 
 ffi::Error Exchange(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buffer<ffi::S32> going_slots,
                     ffi::Buffer<ffi::S32> coming_slots, ffi::RemainingArgs operands, ffi::RemainingRets pool,
-                    ffi::Span<const int64_t> planes, ffi::Span<const int64_t> moves, int64_t rows, int64_t num_chunks,
-                    ffi::Span<const int64_t> coming_planes, ffi::Span<const int64_t> coming_moves, int64_t coming_rows,
-                    int64_t coming_chunks, ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots,
-                    int64_t going_leaves, int64_t staging) {
+                    ffi::Span<const int64_t> planes, ffi::Span<const int64_t> moves, int64_t rows,
+                    int64_t num_chunks, ffi::Span<const int64_t> coming_planes,
+                    ffi::Span<const int64_t> coming_moves, int64_t coming_rows, int64_t coming_chunks,
+                    ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots, int64_t going_leaves,
+                    int64_t staging) {
+  if (num_chunks < 1 || coming_chunks < 1 || rows < 1 || coming_rows < 1) {
+    return ffi::Error::InvalidArgument("jaxkv: an exchange has chunks both ways");
+  }
   const Transfer going = DecodeTransfer(planes, moves, page_size, num_slots, rows, num_chunks);
   Transfer coming =
       DecodeTransfer(coming_planes, coming_moves, page_size, num_slots, coming_rows, coming_chunks, turn);
@@ -32,8 +37,16 @@ ffi::Error Exchange(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buf
   auto host_leaf = [&](int64_t start) { return [=](int64_t i) { return leaf(start + i); }; };
   auto leaf_bytes = [&](int64_t start) { return [=](int64_t i) { return bytes(start + i); }; };
 
-  Pipeline<Direction::kGather> out(stream, going, going_slots.typed_data(), going_leaves / num_chunks, staging, pool_leaf,
-                                   host_leaf(last - going_leaves), leaf_bytes(last - going_leaves));
+  // XLA does not know that the leaves that go are written, and must not have made one of two of them.
+  std::vector<char*> host(last - first);
+  for (int64_t i = first; i < last; ++i) host[i - first] = leaf(i);
+  std::sort(host.begin(), host.end());
+  if (std::adjacent_find(host.begin(), host.end()) != host.end()) {
+    return ffi::Error::Internal("jaxkv: two arrays of an exchange are one");
+  }
+
+  Pipeline<Direction::kGather> out(stream, going, going_slots.typed_data(), going_leaves / num_chunks, staging,
+                                   pool_leaf, host_leaf(last - going_leaves), leaf_bytes(last - going_leaves));
   Pipeline<Direction::kScatter> in(stream, coming, coming_slots.typed_data(),
                                    (last - going_leaves - first) / coming_chunks, staging, pool_leaf,
                                    host_leaf(first), leaf_bytes(first));

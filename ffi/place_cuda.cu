@@ -23,7 +23,6 @@ ffi::Error Place(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buffer
     return MoveAll<Direction::kGather>(stream, transfer, slots.typed_data(), slots.element_count(), per_chunk, pool_leaf,
                                        host_leaf);
   }
-  if (num_chunks == 0 || rows == 0) return ffi::Error::Success();
   return MoveThroughStaging(Pipeline<Direction::kGather>(stream, transfer, slots.typed_data(), per_chunk, staging, pool_leaf,
                                                      host_leaf, leaf_bytes),
                             scratch);

@@ -4,21 +4,24 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from . import paths, store_plans
-from .bulk import check_call, check_distinct, check_store_plan, chunks_of, load, naming_views, recycled_chunks, store
-from .chunk import Chunk, Fingerprint, as_format
+from . import paths
+from .bulk import load, store
+from .calls import check_call, check_distinct, check_store_plan, chunks_of, naming_views, recycled_chunks
+from .chunk import Chunk, ChunkFormat, Fingerprint, as_format
 from .host import Arrays
-from .loading import Prepared, prepared
+from .loading import PreparedLoad, prepared_load
+from .ops import checks
 from .ops.exchange import Side, exchange_leaves
 from .ops.pinned import place_leaves
-from .paths import Group, Restore, Saving, Stretch, groups_of
+from .paths import PreparedStore, Restore, Stretch, groups_of
 from .plans import Plan
-from .spec import PagedCache
-from .store_plans import StorePlan
+from .selection import Selection
+from .spec import PagedCache, Pool
+from .store_plans import StorePlan, prepared_store
 from .tuning import Tuning
+from .values import kept_for
 
 
 def exchange(
@@ -34,10 +37,11 @@ def exchange(
 ) -> tuple[tuple[Chunk, ...], PagedCache]:
     """Stores some tokens and loads others, both at once: the link carries as much each way as it does one way.
 
-    The result is that of `chunks = store(cache, going)` and `cache = load(cache, coming)`, in this order. On the engine
-    path one operation does both, chunk by chunk: as many chunks as there are of both, where no slot is in both plans
-    and the chunks have all layers in one array. Else, and for the chunks that are left, it is these two calls. (Its
-    programs are compiled when they are first needed: `precompile` is for those of the two calls.)
+    The result is that of `chunks = store(cache, going)` and `cache = load(cache, coming)`, in this order. One operation
+    does both, chunk by chunk, for as many chunks as there are of both, where it can: on the engine path, with slots
+    that are known and in one of the plans alone, chunks that have all layers in one array, those that come alike in
+    rows and format, and `into` empty or with a chunk for each that goes. Else, and for the chunks that are left, it is
+    these two calls. (Its programs are compiled when they are first needed: `precompile` is for those of the two calls.)
 
     Args:
         cache: the pages; consumed: its arrays are deleted, the result is the new cache.
@@ -54,89 +58,128 @@ def exchange(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError, NotImplementedError, RuntimeError: as `store` and `load`; nothing was launched.
-        Exception: what fails after the first write carries the cache that is left, as `error.cache`.
+        ValueError, NotImplementedError, RuntimeError: as `store` and `load`, or a chunk of `into` is one that comes;
+            nothing was launched.
+        Exception: what fails after that carries the cache that is left, as `error.cache`, and the chunks that were
+            stored, as `error.chunks`.
     """
     spec, pool, tuning = check_call(cache, implementation, tuning)
     if not isinstance(going, StorePlan):
         raise TypeError(f"going: expected a StorePlan, got {type(going).__name__}; see store_plan")
     if not isinstance(coming, Plan):
         raise TypeError(f"coming: expected a Plan, got {type(coming).__name__}; see plan")
-    check_store_plan(going, spec, pool, {})
+    check_store_plan("going", going, spec, pool, {})
     format = as_format(spec, format)
     count, rows = going.rows.slots.shape
     older = recycled_chunks(into, spec, format, rows, count)
-    check_distinct(pool)
+    _check_apart(older, coming)
+    if not checks.is_tracing():
+        check_distinct(pool)
     how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
-    steps = prepared(coming, spec, pool, cut=count, **how)
-    saving = None
-    if len(older) in (0, count) and _are_pairs(steps, groups_of(spec, format)) and _are_apart(going, coming):
-        both = min(count, sum(stretch.num_chunks for stretch in steps.steps))
-        hosts = paths.shardings_of([array for chunk in older for array in chunk.data])
-        saving = store_plans.prepared(going, pool, format, hosts, held=both if both < count else 0, **how)
-    if saving is None or saving.way.path != "engine":
+    at_once = len(older) in (0, count) and _are_apart(going, coming, pool)
+    its = prepared_load(coming, spec, pool, cut=count if at_once else 0, **how)
+    ours = _beside(its, going, pool, format, older, how) if at_once else None
+    if ours is None:
         chunks = store(cache, going, into=older, format=format, **how)
-        return chunks, load(cache, coming, **how)
+        try:
+            return chunks, load(cache, coming, **how)
+        except Exception as error:
+            error.chunks = chunks  # type: ignore[attr-defined]
+            raise
+
+    def stored() -> tuple[Chunk, ...]:
+        chosen = Selection(*(field[: len(data)] for field in going.chosen_from(pool.num_slots)))
+        return chunks_of(data, chosen, Fingerprint.of(spec, format))
+
     restore = Restore(pool, donate=True, traced=False, implementation=implementation)
+    data: list[Arrays] = []
     try:
-        data = naming_views(lambda: _exchanged(restore, saving, steps.steps, [chunk.data for chunk in older]))
-        if steps.zeroing is not None:
-            restore.scatter(steps.zeroing, ())
+        naming_views(lambda: _exchange(restore, ours, its.stretches, [chunk.data for chunk in older], data))
+        if its.zeroing is not None:
+            restore.scatter(its.zeroing, ())
     except Exception as error:
         error.cache = PagedCache.of(pool.with_leaves(restore.leaves), spec)  # type: ignore[attr-defined]
+        error.chunks = stored()  # type: ignore[attr-defined]
         raise
-    chunks = chunks_of(data, going.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
-    return chunks, PagedCache.of(pool.with_leaves(restore.leaves), spec)
+    return stored(), PagedCache.of(pool.with_leaves(restore.leaves), spec)
 
 
-def _are_pairs(steps: Prepared, groups: tuple[Group, ...]) -> bool:
-    """Whether one operation can take chunks that come together with chunks that go."""
-    if steps.way.path != "engine" or not steps.steps or len(groups) > 1:
-        return False
-    first = steps.steps[0]
-    alike = all(stretch.groups is first.groups and stretch.rows == first.rows for stretch in steps.steps)
-    return alike and len(first.groups) == 1
+def _check_apart(older: Sequence[Chunk], coming: Plan) -> None:
+    """Raises ValueError where a chunk that is to be written into is one that comes."""
+    if not older:
+        return
+    come = {id(array) for chunk in coming.chunks for array in chunk.data}
+    for k, chunk in enumerate(older):
+        if any(id(array) in come for array in chunk.data):
+            raise ValueError(
+                f"into: chunk {k} is one of those that come; its memory cannot be written before it is read"
+            )
 
 
-def _are_apart(going: StorePlan, coming: Plan) -> bool:
+def _are_apart(going: StorePlan, coming: Plan, pool: Pool) -> bool:
     """Whether no slot is of both: a chunk that comes may be written before one that goes was read."""
-    out, into = going.rows.slots, coming.slots
-    if not isinstance(out, np.ndarray) or not isinstance(into, np.ndarray) or not out.size:
-        return False
-    taken = np.zeros(max(out.max(), into.max(initial=-1)) + 2, bool)
-    taken[out] = True
-    taken[-1] = False  # where slots of -1 landed
-    return not taken[into].any()
+
+    def compare() -> bool:
+        out, into = going.rows.slots, coming.slots
+        if not isinstance(out, np.ndarray) or not isinstance(into, np.ndarray) or not out.size:
+            return False
+        taken = np.zeros(pool.num_slots, bool)
+        taken[out[(out >= 0) & (out < pool.num_slots)]] = True
+        return not taken[into[(into >= 0) & (into < pool.num_slots)]].any()
+
+    return kept_for(coming, "_apart", (going, pool.num_slots), compare) if coming.as_made else compare()
 
 
-def _exchanged(restore: Restore, saving: Saving, stretches: Sequence[Stretch], older: Sequence[Arrays]) -> list[Arrays]:
-    """Moves everything, and gives the arrays of each chunk that went."""
-    way, group = saving.way, saving.groups[0]
+def _beside(
+    its: PreparedLoad, going: StorePlan, pool: Pool, format: ChunkFormat, older: Sequence[Chunk], how: dict[str, Any]
+) -> PreparedStore | None:
+    """What a store does beside a load, cut as that is; None where one operation cannot do both."""
+    if its.way.path != "engine" or not its.stretches or len(groups_of(going.spec, format)) > 1:
+        return None
+    first = its.stretches[0]
+    alike = all(stretch.groups is first.groups and stretch.rows == first.rows for stretch in its.stretches)
+    if not alike or len(first.groups) > 1:
+        return None
+    count = len(going.rows.slots)
+    ends = itertools.accumulate((stretch.num_chunks for stretch in its.stretches), initial=0)
+    runs = [range(start, stop) for start, stop in itertools.pairwise(ends) if stop <= count]
+    both = runs[-1].stop if runs else 0
+    hosts = paths.shardings_of([array for chunk in older for array in chunk.data])
+    runs += its.way.runs(count - both, start=both)
+    ours = prepared_store(going, pool, format, hosts, runs=tuple(runs), **how)
+    return ours if ours.way.path == "engine" else None
+
+
+def _exchange(
+    restore: Restore,
+    ours: PreparedStore,
+    stretches: Sequence[Stretch],
+    older: Sequence[Arrays],
+    data: list[Arrays],
+) -> None:
+    """Moves everything; the arrays of each chunk that goes are added to `data`."""
+    staging, group = ours.way.staging, ours.groups[0]
     transfer = group.transfer
-    data: list[jax.Array] = []
-    for run, slots, coming in itertools.zip_longest(saving.runs, saving.tables, stretches):
+    each = len(transfer.chunk_kinds)
+    for run, slots, coming in itertools.zip_longest(ours.runs, ours.tables, stretches):
         if run is None:  # more chunks come than go
-            restore.from_pinned(coming, way)
+            restore.from_pinned(coming, ours.way)
             continue
         recycled = [array for k in run for array in older[k]] if older else None
         leaves = [restore.leaves[i] for i in group.leaves]
         if coming is None:  # more go than come
-            sizes: dict[str, Any] = {"num_chunks": len(run), "staging": way.staging}
-            data += place_leaves(slots, recycled, leaves, transfer=transfer, **sizes)
-            continue
-        (its,) = coming.groups
-        found = exchange_leaves(
-            (slots, coming.slots),
-            recycled,
-            coming.hosts[0],
-            leaves,
-            going=Side(transfer, len(run), slots.shape[0] // len(run)),
-            coming=Side(its.transfer, coming.num_chunks, coming.rows),
-            staging=way.staging,
-            turn=its.turn,
-            deltas=coming.deltas(),
-        )
-        data += found.host
-        restore.leaves = found.pages
-    held = len(transfer.chunk_kinds)
-    return [tuple(data[at : at + held]) for at in range(0, len(data), held)]
+            went = place_leaves(slots, recycled, leaves, transfer=transfer, num_chunks=len(run), staging=staging)
+        else:
+            (its,) = coming.groups
+            went, restore.leaves = exchange_leaves(
+                (slots, coming.slots),
+                recycled,
+                coming.hosts[0],
+                leaves,
+                going=Side(transfer, len(run), slots.shape[0] // len(run)),
+                coming=Side(its.transfer, coming.num_chunks, coming.rows),
+                staging=staging,
+                turn=its.turn,
+                deltas=coming.deltas(),
+            )
+        data += [tuple(went[at : at + each]) for at in range(0, len(went), each)]

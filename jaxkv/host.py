@@ -58,7 +58,17 @@ def fetch(arrays: Sequence[jax.Array], shardings: Sequence[Any] | None) -> Array
     """
     if shardings is None:
         return tuple(jax.device_put(array, jax.memory.Space.Device) for array in arrays)
-    return _put(arrays, shardings)
+    return _put([_for(array, where) for array, where in zip(arrays, shardings, strict=True)], shardings)
+
+
+def _for(array: jax.Array, where: Any) -> jax.Array:
+    """What is to be copied: of an array that several devices have whole, one copy, if it goes to others.
+
+    JAX does not copy such an array from host memory to one device.
+    """
+    if len(array.devices()) == 1 or not array.is_fully_replicated or array.sharding.device_set == where.device_set:
+        return array
+    return array.addressable_data(0)
 
 
 def send_beside(tables: Sequence[Any], sharding: Any) -> list[jax.Array]:

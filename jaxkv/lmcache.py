@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import host
-from .bulk import check_distinct
+from .calls import check_distinct
 from .chunk import Chunk, Fingerprint, as_format
 from .layerwise import LayerPart, Staged, fetch_layers, join_layers, store_layer, write
 from .layerwise.pages import pages_of

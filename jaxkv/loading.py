@@ -18,23 +18,26 @@ from .paths import Group, Part, Stretch, Way, groups_of
 from .plans import Plan
 from .spec import CacheSpec, Pool
 from .tuning import Tuning
+from .values import kept_for
 
 
-class Prepared(NamedTuple):
+class PreparedLoad(NamedTuple):
     """What a load does.
 
     Attributes:
         way: how the chunks go.
-        steps: the chunks one by one (`Part`, on the overlapped path), or several in an operation (`Stretch`).
+        parts: on the overlapped path, the chunks one by one.
+        stretches: on the other paths, those that one operation takes each.
         zeroing: what fills slots with zero bytes, None where none is to be.
     """
 
     way: Way
-    steps: Sequence[Any]
+    parts: Sequence[Part]
+    stretches: Sequence[Stretch]
     zeroing: Part | None
 
 
-def prepared(
+def prepared_load(
     plan: Plan,
     spec: CacheSpec,
     pool: Pool,
@@ -43,7 +46,7 @@ def prepared(
     implementation: str | None,
     tuning: Tuning,
     cut: int = 0,
-) -> Prepared:
+) -> PreparedLoad:
     """What a load of a plan into a pool does, checked; kept with the plan for the next time.
 
     Args:
@@ -53,34 +56,40 @@ def prepared(
         path: the caller's choice, or None.
         implementation: of the ops.
         tuning: sizes.
-        cut: chunks that no operation takes together with later ones.
+        cut: the number of first chunks that no operation takes together with later ones.
+
+    Returns:
+        The steps, with their tables on the pool's devices unless a function is being traced.
 
     Raises:
         TypeError: a chunk is of another dtype.
         ValueError: the plan does not fit the cache, a chunk was deleted, or `path` is unknown.
         RuntimeError: `path` is not possible here.
     """
-    traced = checks.is_tracing()
-    key: Any = None
-    if not traced:
-        key = (
-            spec,
-            pool.leaves[0].sharding,
-            pool.num_slots,
-            path,
-            implementation,
-            tuning,
-            cut,
-            paths.jit_is_disabled(),
-        )
-        before = plan.__dict__.get("_prepared")
-        if before is not None and before[0] == key:
-            plan.check()
-            found: Prepared = before[1]
-            return found
-    _check(plan, spec, pool)
-    spans, chunks = plan.spans(), plan.chunks
-    moving = plan.moving()
+    cut = cut if cut < len(plan.chunks) else 0
+    if checks.is_tracing() or not plan.as_made:
+        _check(plan, spec, pool)
+        return _steps(plan, spec, pool, path, implementation, tuning, cut)
+    made: list[PreparedLoad] = []
+
+    def make() -> PreparedLoad:
+        _check(plan, spec, pool)
+        made.append(_steps(plan, spec, pool, path, implementation, tuning, cut))
+        return made[0]
+
+    where = (pool.leaves[0].sharding, pool.num_slots)
+    found = kept_for(
+        plan, "_prepared", (spec, *where, path, implementation, tuning, cut, paths.jit_is_disabled()), make
+    )
+    if not made:
+        plan.check()
+    return found
+
+
+def _steps(
+    plan: Plan, spec: CacheSpec, pool: Pool, path: str | None, implementation: str | None, tuning: Tuning, cut: int
+) -> PreparedLoad:
+    traced, moving, chunks = checks.is_tracing(), plan.moving(), plan.chunks
     hosts = [] if traced else [array for k in moving for array in chunks[k].data]
     way = paths.choose(
         path,
@@ -93,26 +102,23 @@ def prepared(
         tuning=tuning,
     )
     runs: list[list[int]] = []
-    for _, members in itertools.groupby(moving, key=lambda k: (id(chunks[k].fingerprint), chunks[k].num_rows)):
+    for _, members in itertools.groupby(moving, key=lambda k: (chunks[k].fingerprint, chunks[k].num_rows)):
         alike = list(members)
-        runs += [[alike[i] for i in run] for run in way.runs(min(cut, len(alike)))]
-        runs += [[alike[i] for i in run] for run in way.runs(len(alike) - min(cut, len(alike)), start=cut)]
-    tables = [(_cut(plan.slots, spans, run), _positions(plan, spans, run)) for run in runs]
+        first = min(cut, len(alike))
+        runs += [[alike[i] for i in run] for run in (*way.runs(first), *way.runs(len(alike) - first, start=first))]
+    tables = [(_cut(plan.slots, plan, run), _positions(plan, run)) for run in runs]
     if not traced:
         tables = _sent(tables, pool)
-    steps: list[Any] = []
+    parts, stretches = [], []
     for run, (slots, positions) in zip(runs, tables, strict=True):
         chunk = chunks[run[0]]
         groups = groups_of(spec, chunk.format, positions is not None)
         if way.path == "overlapped":
-            steps.append(Part(slots, chunk.data, groups, positions))
+            parts.append(Part(slots, chunk.data, groups, positions))
         else:
             data = _by_group(groups, [chunks[k] for k in run])
-            steps.append(Stretch(slots, data, chunk.num_rows, groups, positions))
-    found = Prepared(way, steps, _zeroing(plan, spec))
-    if plan.as_made and not traced:
-        object.__setattr__(plan, "_prepared", (key, found))
-    return found
+            stretches.append(Stretch(slots, data, chunk.num_rows, groups, positions))
+    return PreparedLoad(way, parts, stretches, _zeroing(plan, spec, None if traced else pool))
 
 
 def _check(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
@@ -140,18 +146,17 @@ def _check(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
             )
 
 
-def _cut(table: Any, spans: Sequence[tuple[int, int]], run: Sequence[int]) -> Any:
+def _cut(table: Any, plan: Plan, run: Sequence[int]) -> Any:
     """A table's rows of some chunks."""
+    spans = plan.spans()
     if run[-1] - run[0] + 1 == len(run):
         return table[..., spans[run[0]][0] : spans[run[-1]][1]]
     xp = np if isinstance(table, np.ndarray) else jnp
     return xp.concatenate([table[..., slice(*spans[k])] for k in run], axis=-1)
 
 
-def _positions(plan: Plan, spans: Sequence[tuple[int, int]], run: Sequence[int]) -> tuple[Any, Any] | None:
-    if plan.positions is None:
-        return None
-    return _cut(plan.positions[0], spans, run), _cut(plan.positions[1], spans, run)
+def _positions(plan: Plan, run: Sequence[int]) -> tuple[Any, Any] | None:
+    return None if plan.positions is None else (_cut(plan.positions[0], plan, run), _cut(plan.positions[1], plan, run))
 
 
 def _sent(tables: Sequence[tuple[Any, tuple[Any, Any] | None]], pool: Pool) -> list[tuple[Any, Any]]:
@@ -173,7 +178,7 @@ def _by_group(groups: tuple[Group, ...], chunks: Sequence[Chunk]) -> tuple[list[
     return tuple(by_group)
 
 
-def _zeroing(plan: Plan, spec: CacheSpec) -> Part | None:
+def _zeroing(plan: Plan, spec: CacheSpec, pool: Pool | None) -> Part | None:
     """What fills slots with zero bytes; slots whose values are not known may be such."""
     slots = plan.zero_slots
     if not (bool((slots >= 0).any()) if isinstance(slots, np.ndarray) else slots.shape[0] > 0):
@@ -182,4 +187,6 @@ def _zeroing(plan: Plan, spec: CacheSpec) -> Part | None:
     size = 1 << (slots.shape[0] - 1).bit_length()
     xp = np if isinstance(slots, np.ndarray) else jnp
     padded = xp.pad(slots, (0, size - slots.shape[0]), constant_values=-1)
+    if pool is not None:
+        (padded,) = host.send_beside([padded], pool.leaves[0].sharding)
     return Part(padded, (), groups_of(spec, as_format(spec, None)))

@@ -124,7 +124,7 @@ def choose(
         ValueError: the name is unknown.
         RuntimeError: the named path is not possible here; the message says why.
     """
-    if path not in PATHS:
+    if not isinstance(path, (str, type(None))) or path not in PATHS:
         raise ValueError(f"path: {path!r} is unknown, expected one of {PATHS}")
     device = None if traced else next(iter(leaves[0].devices()))
     platform = None if device is None else native.platform_of(device)
@@ -172,7 +172,7 @@ def save_traced(pool: Pool, table: Any, groups: tuple[Group, ...], implementatio
     return [place(_gather_groups(slots, pool.leaves, groups, implementation)) for slots in table]
 
 
-class Saving(NamedTuple):
+class PreparedStore(NamedTuple):
     """What a store does.
 
     Attributes:
@@ -188,10 +188,10 @@ class Saving(NamedTuple):
     tables: Sequence[jax.Array]
 
 
-def save_overlapped(pool: Pool, saving: Saving, implementation: str | None) -> list[Arrays]:
+def save_overlapped(pool: Pool, steps: PreparedStore, implementation: str | None) -> list[Arrays]:
     """The chunks of a store, gathered into a ring of device buffers and copied from there."""
-    groups, tables = saving.groups, saving.tables
-    ring = Ring(min(saving.way.staging, len(tables)))
+    groups, tables = steps.groups, steps.tables
+    ring = Ring(min(steps.way.staging, len(tables)))
     places = chunk_places(groups, pool, tables[0].shape[0])
     chunks = []
     for slots in tables:
@@ -203,23 +203,23 @@ def save_overlapped(pool: Pool, saving: Saving, implementation: str | None) -> l
     return chunks
 
 
-def save_pinned(pool: Pool, saving: Saving, hosts: Sequence[Arrays] = ()) -> list[Arrays]:
+def save_pinned(pool: Pool, steps: PreparedStore, hosts: Sequence[Arrays] = ()) -> list[Arrays]:
     """The chunks of a store, written into pinned arrays.
 
     Args:
         pool: the pages.
-        saving: what is to be done.
+        steps: what is to be done.
         hosts: the arrays that the first chunks are written into, a tuple of them a chunk, which are consumed; the
             others go into new ones. No run has chunks of both.
     """
-    chunks: list[list[jax.Array]] = [[] for run in saving.runs for _ in run]
-    for run, slots in zip(saving.runs, saving.tables, strict=True):
+    chunks: list[list[jax.Array]] = [[] for run in steps.runs for _ in run]
+    for run, slots in zip(steps.runs, steps.tables, strict=True):
         first = 0
-        for transfer, numbers, *_ in saving.groups:
+        for transfer, numbers, *_ in steps.groups:
             last = first + len(transfer.chunk_kinds)
             recycled = [leaf for k in run for leaf in hosts[k][first:last]] if run.stop <= len(hosts) else None
             leaves = [pool.leaves[i] for i in numbers]
-            sizes: dict[str, Any] = {"num_chunks": len(run), "staging": saving.way.staging}
+            sizes: dict[str, Any] = {"num_chunks": len(run), "staging": steps.way.staging}
             placed = place_leaves(slots, recycled, leaves, transfer=transfer, **sizes)
             for at, k in enumerate(run):
                 chunks[k] += placed[at * (last - first) : (at + 1) * (last - first)]
@@ -328,6 +328,11 @@ class Restore:
 @functools.partial(jax.jit, static_argnames="group")
 def _deltas(positions: Any, *, group: Group) -> Arrays:
     return group.deltas(positions)
+
+
+def shardings_on_device(part: Part, pool: Pool) -> list[Any]:
+    """Where the arrays of a chunk go on the device, on their way into a pool."""
+    return [sharding for _, sharding in chunk_places(part.groups, pool, part.slots.shape[0])]
 
 
 def chunk_places(groups: tuple[Group, ...], pool: Pool, rows: int) -> list[Place]:

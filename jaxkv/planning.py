@@ -135,7 +135,7 @@ def plan(
     # Not a field: a plan that is altered, or comes out of a program, is another one.
     object.__setattr__(made, "_as_made", all(type(chunk.data) is tuple and chunk.data for chunk in parts))
     if isinstance(cache, PagedCache) and made.as_made and not checks.is_tracing():
-        loading.prepared(made, spec, cache.pool, path=None, implementation=None, tuning=DEFAULT)
+        loading.prepared_load(made, spec, cache.pool, path=None, implementation=None, tuning=DEFAULT)
     return made
 
 

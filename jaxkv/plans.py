@@ -102,13 +102,6 @@ class Plan:
         moved = np.concatenate([[0], np.cumsum(self.slots >= 0)])
         return [k for k, (first, last) in enumerate(spans) if moved[last] > moved[first]]
 
-    def positions_by_chunk(self) -> list[tuple[Any, Any] | None]:
-        """Old and new positions of each chunk's rows, None for each where nothing turns."""
-        if self.positions is None:
-            return [None] * len(self.chunks)
-        old, new = self.positions
-        return [(old[..., first:last], new[..., first:last]) for first, last in self.spans()]
-
     def spans(self) -> list[tuple[int, int]]:
         """The first row of each chunk, and one past its last."""
         ends = itertools.accumulate(chunk.num_rows for chunk in self.chunks)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import paths
+from . import host, paths
 from .bulk import load, store
 from .chunk import Chunk, as_format
 from .ops import checks
@@ -151,5 +151,6 @@ def _zeroing(cache: PagedCache, max_tokens: int, implementation: str | None) -> 
     groups, pool = paths.groups_of(cache.spec, as_format(cache.spec, None)), cache.pool
     restore = paths.Restore(pool, donate=True, traced=False, implementation=implementation)
     for bits in range((max_tokens - 1).bit_length() + 1):
-        restore.scatter(paths.Part(np.full(1 << bits, -1, np.int32), (), groups), ())
+        (slots,) = host.send_beside([np.full(1 << bits, -1, np.int32)], pool.leaves[0].sharding)
+        restore.scatter(paths.Part(slots, (), groups), ())
     return PagedCache.of(pool.with_leaves(restore.leaves), cache.spec)

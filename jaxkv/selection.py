@@ -219,6 +219,8 @@ def _integers(name: str, values: Any) -> np.ndarray:
 def given_positions(positions: Any, read: bool) -> Any:
     """Positions as a caller gives them, as an array; a `jax.Array` stays one unless it is known and may be read."""
     if isinstance(positions, jax.Array):
+        if not checks.is_traced(positions) and positions.is_deleted():
+            raise ValueError("positions: this array was deleted or donated to an earlier call")
         return known(positions, read)
     try:
         values = np.asarray(positions)

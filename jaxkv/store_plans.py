@@ -11,11 +11,11 @@ import numpy as np
 from . import host, paths
 from .chunk import ChunkFormat, as_format
 from .ops import checks
-from .paths import Saving, groups_of
+from .paths import PreparedStore, groups_of
 from .selection import Rows, Selection, check_chunk_tokens, check_ranges, select_rows
 from .spec import CacheSpec, PagedCache, Pool
-from .tuning import DEFAULT, Tuning, check_tuning
-from .values import fields_of, kept
+from .tuning import Tuning, check_tuning
+from .values import fields_of, kept, kept_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class StorePlan:
     Attributes:
         rows: where the rows of the chunks come from.
         spec: of the cache.
-        num_slots: slots of a pool that is known to have all of these.
+        num_slots: slots of a pool that is known to have all of these; 0 where there is nothing to check.
         out_of_range: what was asked for slots past the pool, "raise" or "skip".
     """
 
@@ -46,12 +46,28 @@ class StorePlan:
     @property
     def chosen(self) -> Selection:
         """The slots and positions, in rows of chunks."""
-        return kept(self, "_chosen", self.rows.described)
+        if checks.is_tracing():
+            return self.rows.described()  # what is traced belongs to one program
+        return kept(self, "_chosen", lambda: _frozen(self.rows.described()))
 
-    def check(self, num_slots: int) -> None:
-        """Raises ValueError where a slot is past a pool of so many; those were asked about, or are left out."""
-        if self.num_slots > num_slots:
-            checks.check_slots_in_pool(np.asarray(self.slots), num_slots)
+    def check(self, num_slots: int, name: str = "slots") -> None:
+        """Checks the slots against a pool, unless they are known to be in it or those past it are to be left out.
+
+        Args:
+            num_slots: slots of the pool.
+            name: what to call the slots in errors.
+
+        Raises:
+            ValueError: a slot is past the pool.
+        """
+        if self.num_slots <= num_slots:
+            return
+        table = self.rows.slots
+        for chunk, row in np.argwhere(table >= num_slots):
+            raise ValueError(
+                f"{name}: row {row} of chunk {chunk} has slot {table[chunk, row]}, but the pool has {num_slots} slots "
+                f"(0 to {num_slots - 1}); pass out_of_range='skip' to leave such tokens out"
+            )
 
     def chosen_from(self, num_slots: int) -> Selection:
         """`chosen`, from a pool of so many slots: the plan may have been made without it."""
@@ -72,15 +88,22 @@ class StorePlan:
         """
         sent: dict[Any, list[jax.Array]] = kept(self, "_sent", dict)
         key = (page.sharding, *runs)
-        tables = sent.get(key)
-        if tables is None or not checks.are_alive(tables):
+        if key not in sent:
             table = self.rows.slots
             cut = [table[run.start : run.stop].reshape(-1) for run in runs] or [self.slots]
-            tables = sent[key] = host.send_beside(cut, page.sharding)
-        return tables
+            sent[key] = host.send_beside(cut, page.sharding)
+        return sent[key]
 
 
 def _itself(chosen: Selection) -> Selection:
+    return chosen
+
+
+def _frozen(chosen: Selection) -> Selection:
+    """The same, which the chunks of every store of a plan share."""
+    for field in chosen:
+        if isinstance(field, np.ndarray):
+            field.flags.writeable = False
     return chosen
 
 
@@ -112,19 +135,21 @@ def store_plan(
             `tuning.array_bytes`, but no more than the tokens need. (`store` by itself takes `tuning.chunk_tokens`.)
         layers: layers that share an array.
         skip_prefix: as in `store`.
-        out_of_range: as in `store`.
+        out_of_range: as in `store`; with "skip" a plan made from a cache leaves out what is past that cache.
         tuning: sizes; see `Tuning`.
 
     Returns:
         The plan, to be given to `store` or `store_layer` in place of slots.
 
     Raises:
-        TypeError: as `store`.
-        ValueError: as `store`.
+        TypeError, ValueError, NotImplementedError: as `store`; or `layers` is no positive integer.
     """
+    tuning = check_tuning(tuning)
     spec = cache.spec if isinstance(cache, PagedCache) else cache
     if not isinstance(spec, CacheSpec):
         raise TypeError(f"cache: expected a PagedCache or a CacheSpec, got {type(cache).__name__}")
+    if isinstance(layers, bool) or not isinstance(layers, (int, np.integer)) or layers < 1:
+        raise ValueError(f"layers: expected an int of at least 1, got {layers!r}")
     pool = cache.pool if isinstance(cache, PagedCache) else None
     rows = chunk_tokens
     if rows is None:
@@ -133,7 +158,7 @@ def store_plan(
         longest, count = 0, slots.shape[0]
         if starts is not None and ends is not None:
             longest = int(check_ranges(starts, ends, count).sizes.max(initial=0))
-        rows = longest or layer_rows(spec, layers, count, check_tuning(tuning))
+        rows = longest or layer_rows(spec, layers, count, tuning)
     made = decided(
         spec,
         slots,
@@ -149,14 +174,14 @@ def store_plan(
     if pool is None:
         return dataclasses.replace(made, num_slots=int(table.max(initial=-1)) + 1) if made.num_slots else made
     if table.size and not checks.is_tracing():
-        if layers == spec.num_layers:
-            prepared(made, pool, as_format(spec, None), (), path=None, implementation=None, tuning=DEFAULT)
+        if layers >= spec.num_layers:
+            prepared_store(made, pool, as_format(spec, None), (), path=None, implementation=None, tuning=tuning)
         else:
             made.slots_beside(pool.leaves[0])
     return made
 
 
-def prepared(
+def prepared_store(
     plan: StorePlan,
     pool: Pool,
     format: ChunkFormat,
@@ -165,8 +190,9 @@ def prepared(
     path: str | None,
     implementation: str | None,
     tuning: Tuning,
-    held: int = 0,
-) -> Saving:
+    cut: int = 0,
+    runs: tuple[range, ...] | None = None,
+) -> PreparedStore:
     """What a store of a plan out of a pool does; kept with the plan for the next time.
 
     Args:
@@ -177,32 +203,42 @@ def prepared(
         path: the caller's choice, or None.
         implementation: of the ops.
         tuning: sizes.
-        held: the first chunks, which no operation takes together with later ones.
+        cut: the number of first chunks that no operation takes together with later ones.
+        runs: the chunks that one operation is to take each, where that is not to be worked out.
+
+    Returns:
+        The steps, with their tables on the pool's devices.
 
     Raises:
         ValueError: `path` is unknown.
         RuntimeError: `path` is not possible here.
     """
-    where = (pool.leaves[0].sharding, hosts, held)
-    key = (*where, format, path, implementation, tuning, paths.jit_is_disabled())
-    before = plan.__dict__.get("_prepared")
-    if before is not None and before[0] == key:
-        found: Saving = before[1]
-        return found
     count, rows = plan.rows.slots.shape
-    sizes: dict[str, Any] = {"nbytes": count * rows * plan.spec.bytes_per_token, "chunks": count, "tuning": tuning}
-    way = paths.choose(path, pool.leaves, hosts, traced=False, implementation=implementation, **sizes)
-    runs = (*way.runs(held), *way.runs(count - held, start=held))
-    found = Saving(way, groups_of(plan.spec, format), runs, plan.slots_beside(pool.leaves[0], runs))
-    object.__setattr__(plan, "_prepared", (key, found))
-    return found
+    first = cut if cut < count else 0
+
+    def make() -> PreparedStore:
+        sizes: dict[str, Any] = {"nbytes": count * rows * plan.spec.bytes_per_token, "chunks": count}
+        how: dict[str, Any] = {"traced": False, "implementation": implementation, "tuning": tuning}
+        way = paths.choose(path, pool.leaves, hosts, **how, **sizes)
+        taken = (*way.runs(first), *way.runs(count - first, start=first)) if runs is None else runs
+        return PreparedStore(way, groups_of(plan.spec, format), taken, plan.slots_beside(pool.leaves[0], taken))
+
+    where = (pool.leaves[0].sharding, hosts, first, runs)
+    return kept_for(plan, "_prepared", (*where, format, path, implementation, tuning, paths.jit_is_disabled()), make)
 
 
-def decided(spec: CacheSpec, slots: Any, *, num_slots: int, out_of_range: str, **options: Any) -> StorePlan:
+def decided(
+    spec: CacheSpec, slots: Any, *, num_slots: int, positions: Any, out_of_range: str, **options: Any
+) -> StorePlan:
     """The plan of a store out of a pool; arguments and errors are those of `select_rows`."""
-    rows = select_rows(spec, slots, num_slots=num_slots, out_of_range=out_of_range, **options)
+    rows = select_rows(spec, slots, num_slots=num_slots, positions=positions, out_of_range=out_of_range, **options)
+    if isinstance(rows.slots, np.ndarray):
+        rows.slots.flags.writeable = False  # what was checked, and sent to a device, stays as it is
     known = out_of_range == "raise" and isinstance(rows.slots, np.ndarray)
-    return StorePlan(rows, spec, num_slots if known else 0, out_of_range)
+    made = StorePlan(rows, spec, num_slots if known else 0, out_of_range)
+    if isinstance(positions, jax.Array) and not checks.is_tracing():
+        made = dataclasses.replace(made, rows=Rows(rows.slots, functools.partial(_itself, made.chosen)))
+    return made
 
 
 def layer_rows(spec: CacheSpec, layers: int, num_tokens: int, tuning: Tuning) -> int:

@@ -46,6 +46,15 @@ def kept(value: Any, name: str, make: Callable[[], T]) -> T:
     return found
 
 
+def kept_for(value: Any, name: str, key: Any, make: Callable[[], T]) -> T:
+    """As `kept`, but made again where it is asked for under another key than the last time."""
+    found = value.__dict__.get(name)
+    if found is None or found[0] != key:
+        found = (key, make())
+        object.__setattr__(value, name, found)
+    return found[1]
+
+
 _NOTHING = object()
 
 

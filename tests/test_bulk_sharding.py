@@ -230,3 +230,25 @@ def test_a_mesh_of_one_device(path, heads_split, kind):
     helpers.stored(model, arrays, jaxkv.join_layers(parts), slots, *helpers.follow(21, 8))
     after = jaxkv.load(model.cache(model.arrays(), NamedSharding(mesh, split)), chunks, slots, path=path)
     helpers.assert_same(after.pages, model.written(model.arrays(), model.rows(arrays, slots), slots))
+
+
+def test_without_jit_payloads_are_kept():
+    """I12, C6: op by op nothing splits the operation, and what brings shards together must not touch a NaN."""
+    world = Sharded("A2", 2)
+    cache = world.cache(world.arrays)
+    with jax.disable_jit():
+        chunks = jaxkv.store(cache, world.slots, chunk_tokens=8)
+        after = jaxkv.load(world.cache(), chunks, world.other)
+    helpers.stored(world.model, world.arrays, chunks, world.slots, *follow(20, 8))
+    helpers.assert_same(after.pages, world.want)
+
+
+def test_chunks_of_pools_that_are_whole_everywhere():
+    """A51: of a replicated pool, into a pool on one device, on other devices, sharded, and replicated."""
+    world = Sharded("A2", 4)
+    replicated = NamedSharding(world.mesh, P())
+    chunks = jaxkv.store(world.model.cache(world.arrays, replicated), world.slots, chunk_tokens=8)
+    for where in (*jax.devices()[:2], jax.devices()[5], world.sharding, NamedSharding(mesh_of(2), P()), replicated):
+        after = jaxkv.load(world.model.cache(world.model.arrays(), where), chunks, world.other)
+        helpers.assert_same(after.pages, world.want)
+        assert jax.tree.leaves(after)[0].devices() == (where.device_set if hasattr(where, "device_set") else {where})

@@ -5,6 +5,7 @@ import pickle
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import WAYS, Model, assert_same, follow, stored
@@ -62,11 +63,62 @@ def test_with_and_without_a_plan_one_program_serves(way):
     assert not compiled
 
 
-def test_inside_jit():
+@pytest.mark.parametrize("positions", [None, jnp.arange(21), np.arange(21)])
+def test_inside_jit_and_then_outside(positions):
+    """What is traced is not kept with the plan, by whichever call."""
     model = Model("A2")
     arrays, cache = model.random()
-    plan = jaxkv.store_plan(cache, SLOTS, chunk_tokens=8)
+    plan = jaxkv.store_plan(cache, SLOTS, chunk_tokens=8, positions=positions)
     stored(model, arrays, jax.jit(lambda c: jaxkv.store(c, plan))(cache), SLOTS, *follow(21, 8))
+    jax.jit(lambda page: jaxkv.store_layer(page, plan, layer=0))(cache.pages[0])
+    stored(model, arrays, jaxkv.store(cache, plan), SLOTS, *follow(21, 8))
+    part = jaxkv.store_layer(cache.pages[0], plan, layer=0)
+    assert np.asarray(part.positions)[0].tolist() == list(range(8))
+    pickle.dumps(plan)
+
+
+def test_a_plan_does_not_need_what_it_was_made_of():
+    """Slots and positions may be written over, deleted or donated afterwards; those that are gone are named at once."""
+    model = Model("A2")
+    arrays, cache = model.random()
+    slots, positions = SLOTS.astype(np.int32), jnp.arange(21)
+    plan = jaxkv.store_plan(cache, slots, chunk_tokens=8, positions=positions)
+    slots[:] = 0
+    positions.delete()
+    older = jaxkv.store(cache, SLOTS, chunk_tokens=8)
+    stored(model, arrays, jaxkv.store(cache, plan, into=older), SLOTS, *follow(21, 8))
+    older = jaxkv.store(cache, SLOTS, chunk_tokens=8)
+    for call in (jaxkv.store, jaxkv.store_plan):
+        with pytest.raises(ValueError, match="positions: this array was deleted"):
+            call(cache, SLOTS, chunk_tokens=8, positions=positions, **({"into": older} if call is jaxkv.store else {}))
+    assert not any(array.is_deleted() for chunk in older for array in chunk.data)
+
+
+def test_a_plan_and_its_chunks_do_not_change():
+    """What all stores of a plan share is read-only."""
+    _, cache = Model("A2").random()
+    plan = jaxkv.store_plan(cache, SLOTS, chunk_tokens=8)
+    (chunk, *_) = jaxkv.store(cache, plan)
+    for table in (plan.slots, chunk.valid, chunk.positions):
+        with pytest.raises(ValueError, match="read-only"):
+            table[0] = 0
+
+
+def test_bad_arguments_of_a_plan():
+    """M42."""
+    _, cache = Model("A2").random()
+    for layers in (0, -1, True, 1.5, "a", None):
+        with pytest.raises(ValueError, match="layers: expected an int of at least 1"):
+            jaxkv.store_plan(cache, SLOTS, chunk_tokens=8, layers=layers)
+    with pytest.raises(TypeError, match="tuning: expected a Tuning"):
+        jaxkv.store_plan(cache, SLOTS, chunk_tokens=8, tuning="x")
+    load_plan = jaxkv.plan(cache, jaxkv.store(cache, SLOTS, chunk_tokens=8), SLOTS)
+    with pytest.raises(TypeError, match="slots: expected slots or a StorePlan, got a Plan"):
+        jaxkv.store(cache, load_plan)
+    with pytest.raises(TypeError, match="chunks: expected chunks or a Plan, got a StorePlan"):
+        jaxkv.load(cache, jaxkv.store_plan(cache, SLOTS))
+    with pytest.raises(ValueError, match=r"path: array.* is unknown"):
+        jaxkv.store(cache, SLOTS, path=np.asarray(["direct", "engine"]))
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
@@ -93,9 +145,9 @@ def test_a_plan_of_another_cache_is_refused():
     large, small = Model("A2"), Model("A2", pages=5)
     plan = jaxkv.store_plan(large.random()[1], SLOTS, chunk_tokens=8)
     arrays, cache = small.random()
-    with pytest.raises(ValueError, match=r"slots: index \d+ has slot 2\d, but the pool has 20 slots"):
+    with pytest.raises(ValueError, match=r"slots: row \d of chunk \d has slot 2\d, but the pool has 20 slots"):
         jaxkv.store(cache, plan)
-    with pytest.raises(ValueError, match="slots: a StorePlan that was made for another spec"):
+    with pytest.raises(ValueError, match=r"slots: a StorePlan .* its page_size is 4, the cache's 2"):
         jaxkv.store(Model("A2", page_size=2).random()[1], plan)
     low = np.arange(20)
     assert_same(cache.pages, arrays)

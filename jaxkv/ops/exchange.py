@@ -69,19 +69,22 @@ def exchange_leaves(
         staging: device buffers of one chunk for each direction.
         turn: how the keys that come are turned, or None.
         deltas: with `turn`, its delta tables.
+
+    Returns:
+        The arrays that went, written, and the pool leaves.
     """
     if recycled is None:
-        held = new_shardings(slots[0], pages, going.transfer, going.num_chunks)
+        shardings = new_shardings(slots[0], pages, going.transfer, going.num_chunks)
     else:
-        held = recycled[0].sharding
-    program = _program(pages[0].sharding, held, going, coming, staging, turn, recycled is None)
+        shardings = (recycled[0].sharding,) * going.num_leaves
+    program = _program(pages[0].sharding, shardings, going, coming, staging, turn, recycled is None)
     found = program(pages, () if recycled is None else recycled, *slots, tuple(deltas), hosts)
     return Exchanged(list(found[: going.num_leaves]), list(found[going.num_leaves :]))
 
 
 @functools.lru_cache(maxsize=1024)
 def _program(
-    sharding: Any, held: Any, going: Side, coming: Side, staging: int, turn: Turn | None, makes_new: bool
+    sharding: Any, shardings: Any, going: Side, coming: Side, staging: int, turn: Turn | None, makes_new: bool
 ) -> Any:
     def run(pages: Any, recycled: Any, going_slots: Any, coming_slots: Any, deltas: Any, hosts: Any) -> Any:
         with jax.named_scope("jaxkv.exchange"):
@@ -93,7 +96,7 @@ def _program(
             return [*_settle_p.bind(pages[0], *recycled), *pages]
 
     # Of what goes, and of the pages.
-    each = held if isinstance(held, tuple) else (held,) * going.num_leaves
+    each = shardings if isinstance(shardings, tuple) else (shardings,) * going.num_leaves
     results = [where.with_memory_kind("pinned_host") for where in each]
     results += [sharding] * len(going.transfer.pool_kinds)
     return jax.jit(run, donate_argnums=(0, 1), out_shardings=results)

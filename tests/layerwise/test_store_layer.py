@@ -72,7 +72,7 @@ def test_slots_that_are_not_there():
         helpers.stored(model, arrays, chunks, slots, *helpers.follow(20, 8))
     with pytest.raises(ValueError, match="slots: index 12 "):
         by_layer.store(cache, slots, chunk_tokens=8)
-    with pytest.raises(ValueError, match=r"slots: index 4 .* 28 slots"):
+    with pytest.raises(ValueError, match=r"slots: row 4 of chunk 0 .* 28 slots"):
         by_layer.store(cache, slots[:12], chunk_tokens=8)
     on_device = jnp.asarray(np.clip(slots, -1, 99), jnp.int32)
     chunks = jaxkv.join_layers(by_layer.store(cache, on_device, chunk_tokens=8, out_of_range="skip"))
@@ -240,7 +240,7 @@ WRONG = {
     "other shape": (lambda w: w.store(w.page[:, :, :, :2]), ValueError, r"\(2, 7, 4, 2, 8\)"),
     "other dtype": (lambda w: w.store(w.page.astype(jnp.float32)), TypeError, "float32.*bfloat16"),
     "pinned": (lambda w: w.store(helpers.pinned(w.page)), ValueError, "'pinned_host', expected 'device'"),
-    "slot past the pool": (lambda w: w.store(slots=SLOTS + 28), ValueError, "slots: index 0 .* 28 slots"),
+    "slot past the pool": (lambda w: w.store(slots=SLOTS + 28), ValueError, "slots: row 0 of chunk 0 .* 28 slots"),
     "float slots": (lambda w: w.store(slots=SLOTS / 1), TypeError, "slots: .*float64"),
     "two-dimensional slots": (lambda w: w.store(slots=SLOTS[None]), ValueError, r"slots: .*\(1, 20\)"),
     "the same without rows": (lambda w: w.store(slots=SLOTS[None], chunk_tokens=None), ValueError, r"\(1, 20\)"),

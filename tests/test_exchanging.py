@@ -10,6 +10,7 @@ from exchanges import check, scene_of
 from helpers import IMPLEMENTATIONS, WAYS, Model, Scene, assert_same, follow, stored
 
 import jaxkv
+from jaxkv import exchanging
 
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -90,6 +91,8 @@ def test_what_is_refused():
         ((cache, out, plan), {"path": "direct", "implementation": "xla"}, RuntimeError, "path: 'direct' is not"),
         ((cache, out, plan), {"format": "token"}, ValueError, "token"),
         ((small.random()[1], out, plan), {}, ValueError, "pool has 20 slots"),
+        ((cache, out, plan), {"into": [older[0], one]}, ValueError, "into: chunk 1 is one of those that come"),
+        ((Model("A2", page_size=2).random()[1], out, plan), {}, ValueError, "going: a StorePlan .* page_size"),
         ((twice, out, plan), {}, ValueError, "pages: arrays 0 and 1 are one array"),
     ]
     for args, options, error, words in cases:
@@ -98,3 +101,31 @@ def test_what_is_refused():
     assert_same(cache.pages, arrays)
     assert not any(array.is_deleted() for chunk in (*older, *scene.chunks) for array in chunk.data)
     helpers.stored(model, arrays, jaxkv.exchange(cache, out, plan, into=older)[0], np.arange(16), *follow(16, 8))
+
+
+def test_what_is_past_the_pool_takes_no_memory():
+    """B11: slots of a plan that was made without the pool, and leaves such out."""
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 16, first=24)
+    arrays, cache = model.random(3)
+    far = np.asarray([0, 2**31 - 2, 10**9, -5, 3])
+    out = jaxkv.store_plan(model.spec, far, chunk_tokens=8, out_of_range="skip")
+    plan = jaxkv.plan(cache, scene.chunks, scene.slots)
+    chunks, after = jaxkv.exchange(cache, out, plan)
+    stored(model, arrays, chunks, far, [0], [5])
+    assert_same(after.pages, model.written(arrays, np.concatenate(scene.rows, axis=2), scene.slots))
+
+
+def test_what_fails_after_the_store_carries_cache_and_chunks(monkeypatch):
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 16, first=24)
+    arrays, cache = model.random(3)
+    out, plan = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8), jaxkv.plan(cache, scene.chunks, scene.slots)
+
+    def fails(*args, **options):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(exchanging, "load", fails)
+    with pytest.raises(RuntimeError, match="no memory") as caught:
+        jaxkv.exchange(cache, out, plan)
+    stored(model, arrays, caught.value.chunks, np.arange(16), *follow(16, 8))

@@ -70,6 +70,66 @@ def test_other_formats(operations):
     assert not operations  # a store and a load
 
 
+@pytest.mark.parametrize(("rows", "coming_rows"), [(64, 256), (256, 64)])
+def test_chunks_of_other_lengths(rows, coming_rows, operations):
+    """As many as there are of both, whatever each of them holds."""
+    model = Model("A2", layers=4, heads=8, dim=128, page_size=16, pages=280)
+    scene = scene_of(model, 2048, first=2048, chunk_tokens=coming_rows)
+    check(scene, np.arange(2048), rows=rows, path="engine")
+    assert operations and all(count == other for count, other in operations)
+    assert sum(count for count, _ in operations) == 8
+
+
+def test_chunks_of_several_lengths_take_two_calls(operations):
+    model = Model("A2", pages=80)
+    scene = scene_of(model, 40, first=160)
+    more = jaxkv.store(model.random(4)[1], np.arange(16), chunk_tokens=4)
+    arrays, cache = model.random(3)
+    out = jaxkv.store_plan(cache, np.arange(60), chunk_tokens=8, layers=3)
+    plan = jaxkv.plan(cache, [*scene.chunks, *more], np.concatenate([scene.slots, np.arange(200, 216)]))
+    chunks, _ = jaxkv.exchange(cache, out, plan, path="engine")
+    stored(model, arrays, chunks, np.arange(60), *follow(60, 8))
+    assert not operations
+
+
+def test_pinned_memory_is_written_in_place():
+    """R13: the arrays that go are those of the older chunks, by pointer."""
+    model = Model("A2", pages=40)
+    scene = scene_of(model, 16, first=80)
+    arrays, cache = model.random(0)
+    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=3)
+    plan = jaxkv.plan(cache, scene.chunks, scene.slots)
+    older = jax.block_until_ready(jaxkv.store(cache, out))
+    pointers = [array.unsafe_buffer_pointer() for chunk in older for array in chunk.data]
+    chunks, _ = jaxkv.exchange(cache, out, plan, into=older, path="engine")
+    assert [array.unsafe_buffer_pointer() for chunk in chunks for array in chunk.data] == pointers
+    stored(model, arrays, chunks, np.arange(16), *follow(16, 8))
+
+
+def test_what_fails_half_way_carries_cache_and_chunks(monkeypatch):
+    model = Model("A2", pages=80)
+    scene = scene_of(model, 80, first=160)
+    arrays, cache = model.random(0)
+    tuning = jaxkv.Tuning(chunks_per_call=2)
+    out = jaxkv.store_plan(cache, np.arange(80), chunk_tokens=8, layers=3)
+    plan = jaxkv.plan(cache, scene.chunks, scene.slots)
+    run, calls = exchanging.exchange_leaves, []
+
+    def fails_second(*args, **options):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no memory")
+        return run(*args, **options)
+
+    monkeypatch.setattr(exchanging, "exchange_leaves", fails_second)
+    with pytest.raises(RuntimeError, match="no memory") as caught:
+        jaxkv.exchange(cache, out, plan, path="engine", tuning=tuning)
+    done = caught.value.chunks
+    stored(model, arrays, done, np.arange(16), *follow(16, 8))
+    want = model.written(arrays, np.concatenate(scene.rows[:2], axis=2), scene.slots[:16])
+    assert_same(caught.value.cache.pages, want)
+
+
 def test_what_goes_is_what_was_there_before(operations):
     """E10: slots that go and come."""
     model = Model("A2", pages=40)

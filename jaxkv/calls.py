@@ -1,0 +1,139 @@
+"""What store, load and exchange have in common: their checks, and chunks of what was stored."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from . import host
+from .chunk import Chunk, ChunkFormat, Fingerprint
+from .ops import checks, primitive
+from .selection import Selection
+from .spec import CacheSpec, PagedCache, Pool
+from .store_plans import StorePlan
+from .tuning import Tuning, check_tuning
+
+T = TypeVar("T")
+
+
+def chunks_of(data: Sequence[tuple[jax.Array, ...]], chosen: Selection, fingerprint: Fingerprint) -> tuple[Chunk, ...]:
+    """Chunks from their arrays and what was selected."""
+    rest = zip(chosen.num_tokens, chosen.positions, chosen.valid, strict=True)
+    return tuple(
+        Chunk(arrays, held, positions, valid, fingerprint)
+        for arrays, (held, positions, valid) in zip(data, rest, strict=True)
+    )
+
+
+def check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | None) -> tuple[CacheSpec, Pool, Tuning]:
+    """What a call is about: the spec, the arrays and the sizes, checked."""
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"cache: expected a PagedCache, got {type(cache).__name__}")
+    primitive.check_implementation(implementation)
+    return cache.spec, cache.pool, check_tuning(tuning)
+
+
+def check_store_plan(name: str, plan: StorePlan, spec: CacheSpec, pool: Pool, options: dict[str, Any]) -> None:
+    """Checks the plan of a store.
+
+    Args:
+        name: what to call it in errors.
+        plan: to be checked.
+        spec: of the cache.
+        pool: its arrays.
+        options: what else was given, by name; None, or what a store takes by default, where it was not.
+
+    Raises:
+        TypeError: an option was given.
+        ValueError: the plan is of another spec, or a slot is past the pool.
+    """
+    defaults = {"skip_prefix": 0, "out_of_range": "raise"}
+    given = [option for option, value in options.items() if not _is_default(value, defaults.get(option))]
+    if given:
+        raise TypeError(f"{name}: a StorePlan has its options already, got {given}")
+    if plan.spec != spec:
+        mine, its = ({f.name: getattr(of, f.name) for f in dataclasses.fields(of)} for of in (plan.spec, spec))
+        field = next(field for field, value in mine.items() if value != its[field])
+        raise ValueError(
+            f"{name}: a StorePlan that was made for another spec: its {field} is {mine[field]!r}, the cache's "
+            f"{its[field]!r}"
+        )
+    plan.check(pool.num_slots, name)
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if value is None or checks.is_traced(value):
+        return value is None
+    return bool(np.ndim(value) == 0 and value == default)
+
+
+def check_distinct(pool: Pool) -> None:
+    """Raises ValueError where two of a pool's arrays are one, which cannot be donated twice."""
+    if pool.are_distinct:
+        return
+    seen: dict[int, int] = {}
+    for i, leaf in enumerate(pool.leaves):
+        first = seen.setdefault(id(leaf), i)
+        if first != i:
+            raise ValueError(f"pages: arrays {first} and {i} are one array, which cannot be donated twice")
+
+
+def naming_views(call: Callable[[], T]) -> T:
+    """What a call gives that writes into older chunks; ValueError where a view of one keeps it from that."""
+    try:
+        return call()
+    except (RuntimeError, ValueError) as error:
+        if "external reference" not in str(error):
+            raise
+        raise ValueError(
+            "into: a NumPy or DLPack view of one of these chunks is held (np.asarray(chunk.data[0]) makes one that "
+            "lives as long as the array), so its memory cannot be written; Chunk.rows() copies and leaves none"
+        ) from error
+
+
+def recycled_chunks(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int) -> list[Chunk]:
+    """The chunks whose buffers a store takes, checked.
+
+    Args:
+        into: chunks that are no longer needed.
+        spec: of the cache.
+        format: of the chunks that are stored.
+        rows: of each.
+        count: how many are stored.
+
+    Returns:
+        As many as are needed, or as there are.
+
+    Raises:
+        TypeError: an entry is no chunk, or is traced.
+        ValueError: an array is of another shape, dtype or kind of memory, deleted, or given twice.
+    """
+    if isinstance(into, Chunk) or not isinstance(into, Iterable):
+        raise TypeError(f"into: expected a sequence of chunks, got {type(into).__name__}")
+    chunks = list(into)[:count]
+    if not chunks:
+        return chunks
+    shapes, traced = list(format.shapes(spec, rows)), checks.is_tracing()
+    dtypes = [spec.dtype] * len(shapes)
+    seen: set[int] = set()
+    for k, chunk in enumerate(chunks):
+        if not isinstance(chunk, Chunk):
+            raise TypeError(f"into: entry {k} is no Chunk but {type(chunk).__name__}")
+        if traced and any(map(checks.is_traced, chunk.data)):
+            raise TypeError("into: chunks are recycled outside of jit alone")
+        if [array.shape for array in chunk.data] != shapes or [array.dtype for array in chunk.data] != dtypes:
+            raise ValueError(
+                f"into: chunk {k} has arrays of {[(a.shape, str(a.dtype)) for a in chunk.data]}, this store needs "
+                f"{[(s, str(np.dtype(spec.dtype))) for s in shapes]}"
+            )
+        for array in chunk.data:
+            if array.is_deleted() or id(array) in seen:
+                raise ValueError(f"into: chunk {k} was deleted, or is given twice")
+            seen.add(id(array))
+            if array.sharding.memory_kind != host.PINNED:
+                raise ValueError(
+                    f"into: chunk {k} is in memory kind {array.sharding.memory_kind!r}, expected {host.PINNED!r}"
+                )
+    return chunks

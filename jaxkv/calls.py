@@ -49,8 +49,7 @@ def check_store_plan(name: str, plan: StorePlan, spec: CacheSpec, pool: Pool, op
         TypeError: an option was given.
         ValueError: the plan is of another spec, or a slot is past the pool.
     """
-    defaults = {"skip_prefix": 0, "out_of_range": "raise"}
-    given = [option for option, value in options.items() if not _is_default(value, defaults.get(option))]
+    given = [option for option, value in options.items() if value is not None and not _is_default(option, value)]
     if given:
         raise TypeError(f"{name}: a StorePlan has its options already, got {given}")
     if plan.spec != spec:
@@ -63,10 +62,14 @@ def check_store_plan(name: str, plan: StorePlan, spec: CacheSpec, pool: Pool, op
     plan.check(pool.num_slots, name)
 
 
-def _is_default(value: Any, default: Any) -> bool:
-    if value is None or checks.is_traced(value):
-        return value is None
-    return bool(np.ndim(value) == 0 and value == default)
+_DEFAULTS = {"skip_prefix": 0, "out_of_range": "raise"}
+
+
+def _is_default(option: str, value: Any) -> bool:
+    default = _DEFAULTS.get(option)
+    if value is default or default is None:
+        return value is default
+    return not checks.is_traced(value) and np.ndim(value) == 0 and bool(value == default)
 
 
 def check_distinct(pool: Pool) -> None:
@@ -118,6 +121,7 @@ def recycled_chunks(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat,
     shapes, traced = list(format.shapes(spec, rows)), checks.is_tracing()
     dtypes = [spec.dtype] * len(shapes)
     seen: set[int] = set()
+    last: Any = None
     for k, chunk in enumerate(chunks):
         if not isinstance(chunk, Chunk):
             raise TypeError(f"into: entry {k} is no Chunk but {type(chunk).__name__}")
@@ -132,8 +136,10 @@ def recycled_chunks(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat,
             if array.is_deleted() or id(array) in seen:
                 raise ValueError(f"into: chunk {k} was deleted, or is given twice")
             seen.add(id(array))
-            if array.sharding.memory_kind != host.PINNED:
+            sharding = array.sharding
+            if sharding is not last and sharding.memory_kind != host.PINNED:
                 raise ValueError(
-                    f"into: chunk {k} is in memory kind {array.sharding.memory_kind!r}, expected {host.PINNED!r}"
+                    f"into: chunk {k} is in memory kind {sharding.memory_kind!r}, expected {host.PINNED!r}"
                 )
+            last = sharding
     return chunks

@@ -11,7 +11,7 @@ import pytest
 from helpers import WAYS, Model, Scene, assert_same
 
 import jaxkv
-from jaxkv import host
+from jaxkv import host, paths
 
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -107,3 +107,20 @@ def test_with_and_without_a_plan_one_program_serves(way):
     with helpers.compilations() as compiled:
         jaxkv.load(cache, plan, **way)
     assert not compiled
+
+
+@pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 12])
+def test_operations_of_many_chunks(count, donate, monkeypatch):
+    """Cut as on a GPU's engine path, and moved by the CPU's operations."""
+    monkeypatch.setattr(paths, "choose", lambda *args, **options: paths.Way("engine", 0, 8, 1))
+    model = Model("A2", pages=30)
+    scene = Scene(model, 8 * count - 3)
+    cache = model.poisoned()
+    after = jaxkv.load(cache, jaxkv.plan(cache, scene.chunks, scene.slots), donate=donate)
+    assert_same(after.pages, written(scene))
+    arrays, cache = model.random(5)
+    helpers.stored(
+        model, arrays, jaxkv.store(cache, scene.slots, chunk_tokens=8), scene.slots, *helpers.follow(8 * count - 3, 8)
+    )

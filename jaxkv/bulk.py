@@ -161,8 +161,9 @@ def load(
             raise TypeError(f"load: a plan has its slots and options already, got {given}")
         plan = chunks
     else:
-        if slots is None:
-            raise TypeError("slots: missing; give the slot of each token, or a plan")
+        if slots is None or isinstance(slots, StorePlan):
+            found = "missing" if slots is None else "a StorePlan, which is for store"
+            raise TypeError(f"slots: {found}; give the slot of each token, or a plan in place of the chunks")
         # Without the cache, of which the plan would send its tables at once, as a load of default options needs them.
         plan = make_plan(spec, chunks, slots, **{**options, "num_pages": pool.num_pages})
     # What is traced need not be the pages: a jitted function may close over them, and they outlive its tracing.

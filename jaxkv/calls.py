@@ -55,9 +55,10 @@ def check_store_plan(name: str, plan: StorePlan, spec: CacheSpec, pool: Pool, op
     if plan.spec != spec:
         mine, its = ({f.name: getattr(of, f.name) for f in dataclasses.fields(of)} for of in (plan.spec, spec))
         field = next(field for field, value in mine.items() if value != its[field])
+        values = (str(of[field]) if field == "layout" else repr(of[field]) for of in (mine, its))
         raise ValueError(
-            f"{name}: a StorePlan that was made for another spec: its {field} is {mine[field]!r}, the cache's "
-            f"{its[field]!r}"
+            f"{name}: a StorePlan that was made for another spec: its {field} is {next(values)}, the cache's "
+            f"{next(values)}"
         )
     plan.check(pool.num_slots, name)
 

@@ -18,7 +18,7 @@ from .tuning import Tuning, check_tuning
 from .values import fields_of, kept, kept_for
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class StorePlan:
     """A store, decided: a value of the host, and no argument of a jitted function.
 
@@ -33,6 +33,10 @@ class StorePlan:
     spec: CacheSpec
     num_slots: int
     out_of_range: str
+
+    def __repr__(self) -> str:
+        chunks, rows = self.rows.slots.shape
+        return f"StorePlan({chunks} chunks of {rows} rows, {self.spec!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what was sent, and with values in place of what is to work them out.
@@ -115,15 +119,15 @@ def store_plan(
     ends: Sequence[int] | None = None,
     positions: Any = None,
     chunk_tokens: int | None = None,
-    layers: int = 1,
+    layers: int | None = 1,
     skip_prefix: Any = 0,
     out_of_range: str = "raise",
     tuning: Tuning | None = None,
 ) -> StorePlan:
     """Decides what `store` does, or `store_layer` for every layer: the checks are made here, ahead of the transfer.
 
-    With a cache the slots are sent to its devices as well: as a `store` of default options needs them where `layers`
-    are all of them, else for `store_layer`.
+    For `store` give `layers=None`. With a cache the slots are sent to its devices as well, as a `store` of default
+    options or `store_layer` needs them.
 
     Args:
         cache: the cache or its spec; with a spec, slots are checked against the pages that come.
@@ -131,9 +135,10 @@ def store_plan(
         starts: as in `store`.
         ends: as in `store`.
         positions: as in `store`.
-        chunk_tokens: rows of each chunk; by default as many as make an array of `layers` layers about
-            `tuning.array_bytes`, but no more than the tokens need. (`store` by itself takes `tuning.chunk_tokens`.)
-        layers: layers that share an array.
+        chunk_tokens: rows of each chunk; by default for `store` the rows it takes itself (`tuning.chunk_tokens`), and
+            for `store_layer` as many as make an array of `layers` layers about `tuning.array_bytes`, but no more than
+            the tokens need.
+        layers: for `store_layer`, the layers that share an array; None for `store`.
         skip_prefix: as in `store`.
         out_of_range: as in `store`; with "skip" a plan made from a cache leaves out what is past that cache.
         tuning: sizes; see `Tuning`.
@@ -142,17 +147,18 @@ def store_plan(
         The plan, to be given to `store` or `store_layer` in place of slots.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `store`; or `layers` is no positive integer.
+        TypeError, ValueError, NotImplementedError: as `store`; or `layers` is neither None nor a positive integer.
     """
     tuning = check_tuning(tuning)
     spec = cache.spec if isinstance(cache, PagedCache) else cache
     if not isinstance(spec, CacheSpec):
         raise TypeError(f"cache: expected a PagedCache or a CacheSpec, got {type(cache).__name__}")
-    if isinstance(layers, bool) or not isinstance(layers, (int, np.integer)) or layers < 1:
-        raise ValueError(f"layers: expected an int of at least 1, got {layers!r}")
+    if layers is not None and (isinstance(layers, bool) or not isinstance(layers, (int, np.integer)) or layers < 1):
+        raise ValueError(f"layers: expected an int of at least 1, or None for store, got {layers!r}")
     pool = cache.pool if isinstance(cache, PagedCache) else None
-    rows = chunk_tokens
+    rows = tuning.chunk_tokens if chunk_tokens is None and layers is None else chunk_tokens
     if rows is None:
+        assert layers is not None  # else it is known
         checks.check_out_of_range(out_of_range)
         slots = checks.slots_int32(slots, read=out_of_range == "raise")
         longest, count = 0, slots.shape[0]
@@ -174,7 +180,7 @@ def store_plan(
     if pool is None:
         return dataclasses.replace(made, num_slots=int(table.max(initial=-1)) + 1) if made.num_slots else made
     if table.size and not checks.is_tracing():
-        if layers >= spec.num_layers:
+        if layers is None:
             prepared_store(made, pool, as_format(spec, None), (), path=None, implementation=None, tuning=tuning)
         else:
             made.slots_beside(pool.leaves[0])

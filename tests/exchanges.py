@@ -11,7 +11,7 @@ def check(scene: Scene, going, *, model=None, format=None, older=(), rows=8, **w
     """Exchanges `going` for the scene's chunks in a pool of random bytes, and compares with the oracle."""
     model = scene.model if model is None else model
     arrays, cache = model.random(7)
-    out = jaxkv.store_plan(cache, going, layers=model.spec.num_layers, chunk_tokens=rows)
+    out = jaxkv.store_plan(cache, going, layers=None, chunk_tokens=rows)
     plan = jaxkv.plan(cache, scene.chunks, scene.slots)
     chunks, after = jaxkv.exchange(cache, out, plan, into=older, format=format, **way)
     stored(model, arrays, chunks, going, *follow(len(going), rows))

@@ -85,7 +85,7 @@ def test_chunks_of_several_lengths_take_two_calls(operations):
     scene = scene_of(model, 40, first=160)
     more = jaxkv.store(model.random(4)[1], np.arange(16), chunk_tokens=4)
     arrays, cache = model.random(3)
-    out = jaxkv.store_plan(cache, np.arange(60), chunk_tokens=8, layers=3)
+    out = jaxkv.store_plan(cache, np.arange(60), chunk_tokens=8, layers=None)
     plan = jaxkv.plan(cache, [*scene.chunks, *more], np.concatenate([scene.slots, np.arange(200, 216)]))
     chunks, _ = jaxkv.exchange(cache, out, plan, path="engine")
     stored(model, arrays, chunks, np.arange(60), *follow(60, 8))
@@ -97,7 +97,7 @@ def test_a_chunk_that_comes_to_two_places(operations):
     scene = scene_of(model, 8, first=80)
     arrays, cache = model.random(0)
     (chunk,) = scene.chunks
-    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=3)
+    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=None)
     slots = np.concatenate([scene.slots, scene.slots + 16])
     _, after = jaxkv.exchange(cache, out, jaxkv.plan(cache, [chunk, chunk], slots), path="engine")
     assert operations
@@ -109,7 +109,7 @@ def test_pinned_memory_is_written_in_place():
     model = Model("A2", pages=40)
     scene = scene_of(model, 16, first=80)
     arrays, cache = model.random(0)
-    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=3)
+    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=None)
     plan = jaxkv.plan(cache, scene.chunks, scene.slots)
     older = jax.block_until_ready(jaxkv.store(cache, out))
     pointers = [array.unsafe_buffer_pointer() for chunk in older for array in chunk.data]
@@ -123,7 +123,7 @@ def test_what_fails_half_way_carries_cache_and_chunks(monkeypatch):
     scene = scene_of(model, 80, first=160)
     arrays, cache = model.random(0)
     tuning = jaxkv.Tuning(chunks_per_call=2)
-    out = jaxkv.store_plan(cache, np.arange(80), chunk_tokens=8, layers=3)
+    out = jaxkv.store_plan(cache, np.arange(80), chunk_tokens=8, layers=None)
     plan = jaxkv.plan(cache, scene.chunks, scene.slots)
     run, calls = exchanging.exchange_leaves, []
 
@@ -157,7 +157,7 @@ def test_turned_keys(operations):
     arrays, cache = model.arrays(), model.poisoned()
     plan = scene.plan(cache)
     free = np.setdiff1d(np.arange(model.num_slots), np.asarray(plan.slots))
-    out = jaxkv.store_plan(cache, free, chunk_tokens=8, layers=3)
+    out = jaxkv.store_plan(cache, free, chunk_tokens=8, layers=None)
     chunks, after = jaxkv.exchange(cache, out, plan, path="engine")
     assert operations
     stored(model, arrays, chunks, free, *follow(len(free), 8))
@@ -170,7 +170,7 @@ def test_in_place_in_bounded_memory_and_compiled_once():
     rows = 256
     scene = scene_of(model, 2048, first=2048, chunk_tokens=rows)
     cache = model.cache(model.arrays())
-    out = jaxkv.store_plan(cache, np.arange(2048), chunk_tokens=rows, layers=4)
+    out = jaxkv.store_plan(cache, np.arange(2048), chunk_tokens=rows, layers=None)
     plan = jaxkv.plan(cache, scene.chunks, scene.slots)
     before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
     chunks, cache = jaxkv.exchange(cache, out, plan, path="engine")
@@ -198,7 +198,7 @@ def test_a_view_of_an_older_chunk():
     model = Model("A2", pages=40)
     scene = scene_of(model, 16, first=80)
     arrays, cache = model.random(0)
-    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=3)
+    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=None)
     plan = jaxkv.plan(cache, scene.chunks, scene.slots)
     older = jaxkv.store(cache, out)
     view = np.asarray(older[0].data[0])
@@ -232,7 +232,7 @@ def test_pages_written_and_read_at_once():
     want_after = model.written(after, np.concatenate(scene.rows, axis=2), scene.slots)
     for _ in range(5):
         cache = model.cache(arrays)
-        out = jaxkv.store_plan(cache, np.arange(2048), chunk_tokens=256, layers=4)
+        out = jaxkv.store_plan(cache, np.arange(2048), chunk_tokens=256, layers=None)
         plan = jaxkv.plan(cache, scene.chunks, scene.slots)
         chunks, cache = jaxkv.exchange(cache, out, plan, path="engine")
         wiped = bump(cache.pages)
@@ -254,7 +254,7 @@ def test_all_at_once_many_times(operations):
     rows = [Scene(model, 60, seed=k).rows for k in range(2)]
     for turn in range(12):
         going, coming = slots[:60], slots[120:180]
-        out = jaxkv.store_plan(cache, going, chunk_tokens=8, layers=3)
+        out = jaxkv.store_plan(cache, going, chunk_tokens=8, layers=None)
         plan = jaxkv.plan(cache, kept[turn % 2], coming)
         chunks, cache = jaxkv.exchange(cache, out, plan, path="engine")
         stored(model, arrays, chunks, going, *follow(60, 8))

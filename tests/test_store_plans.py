@@ -23,7 +23,7 @@ def test_a_plan_stores_what_its_slots_do(pool, made_for, way):
     """Once, again, and into older chunks."""
     model = Model(pool)
     arrays, cache = model.random()
-    layers = model.spec.num_layers if "all" in made_for else 1
+    layers = None if "all" in made_for else 1
     of = model.spec if made_for == "spec" else cache
     plan = jaxkv.store_plan(of, SLOTS, chunk_tokens=8, layers=layers)
     older: tuple[jaxkv.Chunk, ...] = ()
@@ -59,7 +59,7 @@ def test_with_and_without_a_plan_one_program_serves(way):
     jax.block_until_ready(jaxkv.store(cache, SLOTS, chunk_tokens=8, **way))
     with helpers.compilations() as compiled:
         jaxkv.store(cache, jaxkv.store_plan(cache, SLOTS, chunk_tokens=8), **way)
-        jaxkv.store(cache, jaxkv.store_plan(cache, SLOTS, chunk_tokens=8, layers=3), **way)
+        jaxkv.store(cache, jaxkv.store_plan(cache, SLOTS, chunk_tokens=8, layers=None), **way)
     assert not compiled
 
 
@@ -107,7 +107,7 @@ def test_a_plan_and_its_chunks_do_not_change():
 def test_bad_arguments_of_a_plan():
     """M42."""
     _, cache = Model("A2").random()
-    for layers in (0, -1, True, 1.5, "a", None):
+    for layers in (0, -1, True, 1.5, "a"):
         with pytest.raises(ValueError, match="layers: expected an int of at least 1"):
             jaxkv.store_plan(cache, SLOTS, chunk_tokens=8, layers=layers)
     with pytest.raises(TypeError, match="tuning: expected a Tuning"):
@@ -115,10 +115,29 @@ def test_bad_arguments_of_a_plan():
     load_plan = jaxkv.plan(cache, jaxkv.store(cache, SLOTS, chunk_tokens=8), SLOTS)
     with pytest.raises(TypeError, match="slots: expected slots or a StorePlan, got a Plan"):
         jaxkv.store(cache, load_plan)
+    with pytest.raises(TypeError, match="slots: expected slots or a StorePlan, got a Plan"):
+        jaxkv.store_layer(cache.pages[0], load_plan, layer=0)
+    with pytest.raises(TypeError, match="slots: a StorePlan, which is for store"):
+        jaxkv.load(cache, load_plan.chunks, jaxkv.store_plan(cache, SLOTS))
     with pytest.raises(TypeError, match="chunks: expected chunks or a Plan, got a StorePlan"):
         jaxkv.load(cache, jaxkv.store_plan(cache, SLOTS))
     with pytest.raises(ValueError, match=r"path: array.* is unknown"):
         jaxkv.store(cache, SLOTS, path=np.asarray(["direct", "engine"]))
+
+
+def test_a_plan_for_a_store_has_its_rows():
+    """Those of a store by itself, so that what was compiled for it serves, and its chunks may be written into."""
+    _, cache = Model("A2", pages=200).random()
+    plan = jaxkv.store_plan(cache, np.arange(600), layers=None)
+    assert repr(plan).startswith("StorePlan(3 chunks of 256 rows")
+    older = jaxkv.store(cache, np.arange(600))
+    with helpers.compilations() as compiled:
+        chunks = jaxkv.store(cache, plan)
+    assert not compiled
+    jaxkv.store(cache, plan, into=older)
+    assert [chunk.num_rows for chunk in chunks] == [256] * 3
+    small = jaxkv.Tuning(chunk_tokens=64)
+    assert jaxkv.store_plan(cache, np.arange(600), layers=None, tuning=small).rows.slots.shape == (10, 64)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])

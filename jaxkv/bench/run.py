@@ -21,7 +21,6 @@ from ..ops import native
 from ..planning import plan as make_plan
 from ..spec import PagedCache
 from ..store_plans import store_plan
-from ..tuning import DEFAULT
 from . import ceilings, kernels, overlap, transfers
 from .calibrate import calibrate
 from .rows import Row, save
@@ -123,7 +122,7 @@ class Bench:
         spec, calls, tokens = self._shape.spec, 32, 256
         cache = spec.empty(self._shape.num_pages)
         slots = [self._shape.slots(tokens, seed) for seed in range(calls)]
-        plans = [store_plan(cache, s, layers=spec.num_layers, chunk_tokens=tokens) for s in slots]
+        plans = [store_plan(cache, s, layers=None) for s in slots]
         chunks = [jax.block_until_ready(store(cache, plan)) for plan in plans]
         ceiling = self._engine[1024 * MIB, "d2h"]
 
@@ -142,7 +141,7 @@ class Bench:
         spec = self._shape.spec
         cache = spec.empty(self._shape.num_pages)
         slots = self._shape.slots(2 * tokens, seed=0)
-        out = store_plan(cache, slots[:tokens], layers=spec.num_layers, chunk_tokens=DEFAULT.chunk_tokens)
+        out = store_plan(cache, slots[:tokens], layers=None)
         plan = make_plan(cache, jax.block_until_ready(store(cache, slots[tokens:])), slots[tokens:])
 
         def both() -> tuple[Any, PagedCache]:

@@ -8,7 +8,6 @@ from ..bulk import load, store
 from ..planning import plan as make_plan
 from ..spec import PagedCache
 from ..store_plans import store_plan
-from ..tuning import DEFAULT
 from .shapes import Shape
 from .timing import Timing, wall
 
@@ -21,7 +20,7 @@ def bulk(shape: Shape, tokens: int) -> dict[str, Timing]:
     """
     cache = shape.spec.empty(shape.num_pages)
     slots = shape.slots(tokens, seed=0)
-    storing = store_plan(cache, slots, layers=shape.spec.num_layers, chunk_tokens=DEFAULT.chunk_tokens)
+    storing = store_plan(cache, slots, layers=None)
     chunks = jax.block_until_ready(store(cache, storing))
     timings = {"store": wall(lambda: store(cache, storing)), "store, no plan": wall(lambda: store(cache, slots))}
 

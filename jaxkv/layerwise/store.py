@@ -16,6 +16,7 @@ from ..ops.gather import gather_leaves
 from ..ops.pinned import place_leaves
 from ..ops.sharding import describe_pool, places_of
 from ..ops.transfer import Transfer
+from ..plans import Plan
 from ..spec import CacheSpec
 from ..store_plans import StorePlan, store_plan
 from ..tuning import Tuning, check_tuning
@@ -93,6 +94,8 @@ def store_layer(
     layers = range(layer, layer + 1) if isinstance(layer, (int, np.integer)) else layer
     if not (isinstance(layers, range) and layers.step == 1 and 0 <= layers.start < layers.stop):
         raise ValueError(f"layer: {layer!r} is no layer, nor a range of them")
+    if isinstance(slots, Plan):
+        raise TypeError("slots: expected slots or a StorePlan, got a Plan, which is for fetch_layers")
     if not isinstance(slots, StorePlan):
         if spec is None:
             raise TypeError("spec: missing; give the cache's spec, or a StorePlan for slots")

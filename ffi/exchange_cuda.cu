@@ -15,15 +15,6 @@
 namespace jaxkv {
 namespace {
 
-// Whether what is written is neither read nor written twice. (What is read may be: a chunk that comes to two places.)
-bool AreApart(std::vector<char*> written, std::vector<char*> read) {
-  std::sort(written.begin(), written.end());
-  std::sort(read.begin(), read.end());
-  if (std::adjacent_find(written.begin(), written.end()) != written.end()) return false;
-  return std::none_of(written.begin(), written.end(),
-                      [&](char* leaf) { return std::binary_search(read.begin(), read.end(), leaf); });
-}
-
 ffi::Error Exchange(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buffer<ffi::S32> going_slots,
                     ffi::Buffer<ffi::S32> coming_slots, ffi::RemainingArgs operands, ffi::RemainingRets pool,
                     ffi::Span<const int64_t> planes, ffi::Span<const int64_t> moves, int64_t rows,
@@ -47,9 +38,12 @@ ffi::Error Exchange(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buf
   auto leaf_bytes = [&](int64_t start) { return [=](int64_t i) { return bytes(start + i); }; };
 
   // XLA does not know that the leaves that go are written, and must not have made one of two of them.
-  std::vector<char*> come, go;
-  for (int64_t i = first; i < last; ++i) (i < last - going_leaves ? come : go).push_back(leaf(i));
-  if (!AreApart(go, come)) return ffi::Error::Internal("jaxkv: an array that an exchange writes is another one, too");
+  std::vector<char*> host(last - first);
+  for (int64_t i = first; i < last; ++i) host[i - first] = leaf(i);
+  std::sort(host.begin(), host.end());
+  if (std::adjacent_find(host.begin(), host.end()) != host.end()) {
+    return ffi::Error::Internal("jaxkv: two arrays of an exchange are one");
+  }
 
   Pipeline<Direction::kGather> out(stream, going, going_slots.typed_data(), going_leaves / num_chunks, staging,
                                    pool_leaf, host_leaf(last - going_leaves), leaf_bytes(last - going_leaves));

@@ -40,8 +40,9 @@ def exchange(
     The result is that of `chunks = store(cache, going)` and `cache = load(cache, coming)`, in this order. One operation
     does both, chunk by chunk, for as many chunks as there are of both, where it can: on the engine path, with slots
     that are known and in one of the plans alone, chunks that have all layers in one array, those that come alike in
-    rows and format, and `into` empty or with a chunk for each that goes. Else, and for the chunks that are left, it is
-    these two calls. (Its programs are compiled when they are first needed: `precompile` is for those of the two calls.)
+    rows and format and none of them twice, and `into` empty or with a chunk for each that goes. Else, and for the
+    chunks that are left, it is these two calls. (Its programs are compiled when they are first needed: `precompile` is
+    for those of the two calls.)
 
     Args:
         cache: the pages; consumed: its arrays are deleted, the result is the new cache.
@@ -139,6 +140,9 @@ def _beside(
     first = its.stretches[0]
     alike = all(stretch.groups is first.groups and stretch.rows == first.rows for stretch in its.stretches)
     if not alike or len(first.groups) > 1:
+        return None
+    come = [id(array) for stretch in its.stretches for array in stretch.hosts[0]]
+    if len(set(come)) < len(come):  # the handler refuses arrays that are one: XLA must not have made such
         return None
     count = len(going.rows.slots)
     ends = itertools.accumulate((stretch.num_chunks for stretch in its.stretches), initial=0)

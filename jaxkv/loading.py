@@ -70,19 +70,15 @@ def prepared_load(
     if checks.is_tracing() or not plan.as_made:
         _check(plan, spec, pool)
         return _steps(plan, spec, pool, path, implementation, tuning, cut)
-    made: list[PreparedLoad] = []
 
     def make() -> PreparedLoad:
         _check(plan, spec, pool)
-        made.append(_steps(plan, spec, pool, path, implementation, tuning, cut))
-        return made[0]
+        return _steps(plan, spec, pool, path, implementation, tuning, cut)
 
     where = (pool.leaves[0].sharding, pool.num_slots)
-    found = kept_for(
-        plan, "_prepared", (spec, *where, path, implementation, tuning, cut, paths.jit_is_disabled()), make
-    )
-    if not made:
-        plan.check()
+    key = (spec, *where, path, implementation, tuning, cut, paths.jit_is_disabled())
+    found = kept_for(plan, "_prepared", key, make)
+    plan.check()  # all that may have changed since it was made
     return found
 
 

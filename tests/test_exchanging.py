@@ -10,7 +10,7 @@ from exchanges import check, scene_of
 from helpers import IMPLEMENTATIONS, WAYS, Model, Scene, assert_same, follow, stored
 
 import jaxkv
-from jaxkv import exchanging
+from jaxkv import exchanging, paths
 
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -129,3 +129,17 @@ def test_what_fails_after_the_store_carries_cache_and_chunks(monkeypatch):
     with pytest.raises(RuntimeError, match="no memory") as caught:
         jaxkv.exchange(cache, out, plan)
     stored(model, arrays, caught.value.chunks, np.arange(16), *follow(16, 8))
+
+
+@pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
+def test_a_chunk_that_comes_to_two_places_takes_two_calls(monkeypatch):
+    """Cut as on a GPU's engine path, where one operation would refuse an array that is there twice."""
+    monkeypatch.setattr(paths, "choose", lambda *args, **options: paths.Way("engine", 0, 8, 1))
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 8, first=24)
+    arrays, cache = model.random(0)
+    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=None)
+    slots = np.concatenate([scene.slots, scene.slots + 12])
+    chunks, after = jaxkv.exchange(cache, out, jaxkv.plan(cache, [*scene.chunks, *scene.chunks], slots))
+    stored(model, arrays, chunks, np.arange(16), *follow(16, 8))
+    assert_same(after.pages, model.written(arrays, np.concatenate(scene.rows * 2, axis=2), slots))

@@ -92,18 +92,6 @@ def test_chunks_of_several_lengths_take_two_calls(operations):
     assert not operations
 
 
-def test_a_chunk_that_comes_to_two_places(operations):
-    model = Model("A2", pages=40)
-    scene = scene_of(model, 8, first=80)
-    arrays, cache = model.random(0)
-    (chunk,) = scene.chunks
-    out = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8, layers=None)
-    slots = np.concatenate([scene.slots, scene.slots + 16])
-    _, after = jaxkv.exchange(cache, out, jaxkv.plan(cache, [chunk, chunk], slots), path="engine")
-    assert operations
-    assert_same(after.pages, model.written(arrays, np.concatenate(scene.rows * 2, axis=2), slots))
-
-
 def test_pinned_memory_is_written_in_place():
     """R13: the arrays that go are those of the older chunks, by pointer."""
     model = Model("A2", pages=40)

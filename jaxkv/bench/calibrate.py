@@ -24,7 +24,8 @@ def calibrate(shape: Shape, *, sizes: Sequence[int] = (32, 64, 128, 256, 512), t
         tokens: of a layer-wise transfer, and of a bulk one of many chunks.
 
     Returns:
-        A tuning to pass to the calls. What this machine does not tell apart keeps its default: on a CPU the paths.
+        A tuning to pass to the calls. What is not measured keeps its default: `chunk_tokens`, `staging` and
+        `first_bytes`, and on a CPU what is about paths.
     """
     tuning = Tuning()
     if native.platform_of(jax.devices()[0]) == "cuda" and native.available("cuda"):

@@ -97,19 +97,22 @@ struct ReturnCopyStream {
 // Chunks on their way through `staging` buffers, one after the other: the steps of a call, queued in order.
 //
 // `host_leaf(i)` is a leaf in pinned memory (the leaves of chunk c follow those of chunk c - 1) and `leaf_bytes(i)` its
-// size; `pool_leaf` as in MoveAll.
+// size; `pool_leaf` as in MoveAll. Of a scatter the first chunks may have been sent to the device already, `arrived` of
+// them: then their leaves are there, and their memory is the ring that the others go through.
 template <Direction direction>
 class Pipeline {
  public:
   using Leaf = std::function<char*(int64_t)>;
 
   Pipeline(cudaStream_t stream, const Transfer& transfer, const int32_t* slots, int64_t leaves_per_chunk,
-           int64_t staging, Leaf pool_leaf, Leaf host_leaf, std::function<int64_t(int64_t)> leaf_bytes)
+           int64_t staging, Leaf pool_leaf, Leaf host_leaf, std::function<int64_t(int64_t)> leaf_bytes,
+           int64_t arrived = 0)
       : stream_(stream),
         transfer_(transfer),
         slots_(slots),
         leaves_(leaves_per_chunk),
-        staging_(std::min(staging, transfer.num_chunks)),
+        staging_(arrived > 0 ? arrived : std::min(staging, transfer.num_chunks)),
+        arrived_(arrived),
         pool_leaf_(std::move(pool_leaf)),
         host_leaf_(std::move(host_leaf)),
         leaf_bytes_(std::move(leaf_bytes)),
@@ -128,11 +131,13 @@ class Pipeline {
   bool is_empty() const { return size() == 0 || transfer_.rows == 0; }
 
   ffi::Error Start(ffi::ScratchAllocator& scratch) {
-    auto memory = scratch.Allocate(offset_[leaves_] * staging_);  // the allocator aligns as we do, and takes no wish
-    if (!memory.has_value()) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkv: no device memory for staging buffers");
+    if (arrived_ == 0) {
+      auto memory = scratch.Allocate(offset_[leaves_] * staging_);  // the allocator aligns as we do, and takes no wish
+      if (!memory.has_value()) {
+        return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jaxkv: no device memory for staging buffers");
+      }
+      memory_ = static_cast<char*>(*memory);
     }
-    memory_ = static_cast<char*>(*memory);
     copies_.reset(CopyStream::Borrow());
     if (copies_->error() != cudaSuccess) {
       const std::string why = cudaGetErrorString(copies_->error());
@@ -154,9 +159,11 @@ class Pipeline {
       Copy(c);
       emptied_[c] = copies_->Mark(copies_->stream());
     } else {
-      if (c >= staging_) copies_->Wait(copies_->stream(), emptied_[c - staging_]);
-      Copy(c);
-      copies_->Wait(stream_, copies_->Mark(copies_->stream()));
+      if (c >= arrived_) {
+        if (c >= staging_) copies_->Wait(copies_->stream(), emptied_[c - staging_]);
+        Copy(c);
+        copies_->Wait(stream_, copies_->Mark(copies_->stream()));
+      }
       moved = Move(c);
       emptied_[c] = copies_->Mark(stream_);
     }
@@ -177,7 +184,10 @@ class Pipeline {
     if (copies_->error() == cudaSuccess) return ffi::Error::Success();
     return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies_->error()));
   }
-  char* Buffer(int64_t c, int64_t leaf) const { return memory_ + (c % staging_) * offset_[leaves_] + offset_[leaf]; }
+  char* Buffer(int64_t c, int64_t leaf) const {
+    const int64_t at = c % staging_;
+    return arrived_ > 0 ? host_leaf_(at * leaves_ + leaf) : memory_ + at * offset_[leaves_] + offset_[leaf];
+  }
   void Copy(int64_t c) {
     for (int64_t leaf = 0; leaf < leaves_; ++leaf) {
       char* host = host_leaf_(c * leaves_ + leaf);
@@ -196,7 +206,7 @@ class Pipeline {
   const cudaStream_t stream_;
   Transfer transfer_;
   const int32_t* const slots_;
-  const int64_t leaves_, staging_;
+  const int64_t leaves_, staging_, arrived_;
   const Leaf pool_leaf_, host_leaf_;
   const std::function<int64_t(int64_t)> leaf_bytes_;
   std::vector<int64_t> offset_;  // of each leaf in a buffer, and the buffer's size

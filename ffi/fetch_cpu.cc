@@ -1,5 +1,5 @@
-// fetch on the CPU: (slots, delta tables..., host leaves..., pool leaves...) -> pool leaves, each aliased to its operand. A scatter
-// from pinned memory, which on a CPU is memory like any other: one copy, and no use for `staging`.
+// fetch on the CPU: (slots, delta tables..., host leaves..., pool leaves...) -> pool leaves, each aliased to its operand.
+// A scatter from pinned memory, which on a CPU is memory like any other: one copy, and no use for `staging` or `arrived`.
 
 #include "cpu_move.h"
 #include "handlers.h"
@@ -10,7 +10,7 @@ namespace {
 ffi::Error Fetch(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> slots,
                  ffi::RemainingArgs operands, ffi::RemainingRets pool, ffi::Span<const int64_t> planes,
                  ffi::Span<const int64_t> moves, ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots, int64_t rows,
-                 int64_t num_chunks, int64_t) {
+                 int64_t num_chunks, int64_t, int64_t) {
   Transfer transfer = DecodeTransfer(planes, moves, page_size, num_slots, rows, num_chunks, turn);
   DecodeDeltas(transfer, operands);
   const int64_t first = NumDeltaOperands(transfer);
@@ -40,4 +40,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxkvFetchCpu, jaxkv::Fetch,
                                   .Attr<int64_t>("num_slots")
                                   .Attr<int64_t>("rows")
                                   .Attr<int64_t>("num_chunks")
-                                  .Attr<int64_t>("staging"));
+                                  .Attr<int64_t>("staging")
+                                  .Attr<int64_t>("arrived"));

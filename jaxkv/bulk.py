@@ -90,28 +90,34 @@ def store(
     else:
         rows = check_chunk_tokens(tuning.chunk_tokens if chunk_tokens is None else chunk_tokens)
         going = decided(spec, slots, rows=rows, num_slots=pool.num_slots, **options)
-    format = as_format(spec, format, layers_per_array)
+    # What nobody asked for is worked out once, with the plan: the first copy waits for every line here.
+    if format is not None or layers_per_array is not None:
+        format = as_format(spec, format, layers_per_array)
     count, rows = going.rows.slots.shape
-    recycled = recycled_chunks(into, spec, format, rows, count)
-    hosts = [array for chunk in recycled for array in chunk.data]
-    where = paths.shardings_of(hosts)
+    nothing = isinstance(into, tuple) and not into
+    recycled, where = ([], ()) if nothing else recycled_chunks(into, spec, format, rows, count)
     how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
     traced = checks.is_tracing()
     if traced or count == 0:
         paths.choose(leaves=pool.leaves, hosts=where, traced=traced, nbytes=0, **how)
+        format = as_format(spec, format)
         data = paths.save_traced(pool, going.rows.slots, groups_of(spec, format), implementation)
+        return chunks_of(data, going.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
+    steps = prepared_store(going, pool, format, where, cut=len(recycled), **how)
+    older = [chunk.data for chunk in recycled]
+    if steps.way.path == "overlapped":
+        _delete(older)  # consumed all the same: the runtime's pool of pinned memory takes them back
+        data = paths.save_overlapped(pool, steps, implementation)
     else:
-        steps = prepared_store(going, pool, format, where, cut=len(recycled), **how)
-        if steps.way.path == "overlapped":
-            for array in hosts:
-                array.delete()  # consumed all the same: the runtime's pool of pinned memory takes them back
-            data = paths.save_overlapped(pool, steps, implementation)
-        else:
-            older = [chunk.data for chunk in recycled]
-            data = naming_views(lambda: paths.save_pinned(pool, steps, older))
-            for array in hosts:
-                array.delete()  # a CPU donates nothing that NumPy has a view of
-    return chunks_of(data, going.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
+        data = naming_views(lambda: paths.save_pinned(pool, steps, older))
+        _delete(older)  # a CPU donates nothing that NumPy has a view of
+    return chunks_of(data, going.chosen_from(pool.num_slots), steps.fingerprint, steps.alike)
+
+
+def _delete(chunks: Sequence[Sequence[jax.Array]]) -> None:
+    for arrays in chunks:
+        for array in arrays:
+            array.delete()
 
 
 def load(
@@ -177,8 +183,9 @@ def load(
         return cache if donate or traced else jax.tree.map(jnp.copy, cache)
     restore = Restore(pool, donate=donate, traced=traced, implementation=implementation)
     try:
-        shardings = [None if traced else paths.shardings_on_device(part, pool) for part in steps.parts]
-        restore.overlapped(steps.parts, shardings, tuning.staging)
+        if steps.parts:
+            shardings = [None if traced else paths.shardings_on_device(part, pool) for part in steps.parts]
+            restore.overlapped(steps.parts, shardings, tuning.staging)
         for stretch in steps.stretches:
             restore.from_pinned(stretch, steps.way)
         if steps.zeroing is not None:

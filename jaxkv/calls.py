@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from . import host
-from .chunk import Chunk, ChunkFormat, Fingerprint
+from .chunk import Chunk, ChunkFormat, Fingerprint, as_format
 from .ops import checks, primitive
 from .selection import Selection
 from .spec import CacheSpec, PagedCache, Pool
@@ -18,13 +18,30 @@ from .tuning import Tuning, check_tuning
 T = TypeVar("T")
 
 
-def chunks_of(data: Sequence[tuple[jax.Array, ...]], chosen: Selection, fingerprint: Fingerprint) -> tuple[Chunk, ...]:
-    """Chunks from their arrays and what was selected."""
+def chunks_of(
+    data: Sequence[tuple[jax.Array, ...]], chosen: Selection, fingerprint: Fingerprint, alike: object = None
+) -> tuple[Chunk, ...]:
+    """Chunks from their arrays and what was selected.
+
+    Args:
+        data: the arrays of each chunk.
+        chosen: what is in them.
+        fingerprint: of all.
+        alike: a mark for arrays that differ in their bytes alone, here and from call to call: of those that have the
+            same one, `recycled_chunks` need look at one.
+    """
     rest = zip(chosen.num_tokens, chosen.positions, chosen.valid, strict=True)
-    return tuple(
+    chunks = tuple(
         Chunk(arrays, held, positions, valid, fingerprint)
         for arrays, (held, positions, valid) in zip(data, rest, strict=True)
     )
+    if alike is not None:
+        for chunk in chunks:
+            object.__setattr__(chunk, _ALIKE, alike)
+    return chunks
+
+
+_ALIKE = "_alike"
 
 
 def check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | None) -> tuple[CacheSpec, Pool, Tuning]:
@@ -97,18 +114,20 @@ def naming_views(call: Callable[[], T]) -> T:
         ) from error
 
 
-def recycled_chunks(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat, rows: int, count: int) -> list[Chunk]:
+def recycled_chunks(
+    into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat | None, rows: int, count: int
+) -> tuple[list[Chunk], tuple[Any, ...]]:
     """The chunks whose buffers a store takes, checked.
 
     Args:
         into: chunks that are no longer needed.
         spec: of the cache.
-        format: of the chunks that are stored.
+        format: of the chunks that are stored; None for the cache's own.
         rows: of each.
         count: how many are stored.
 
     Returns:
-        As many as are needed, or as there are.
+        As many as are needed, or as there are; and the different shardings of their arrays.
 
     Raises:
         TypeError: an entry is no chunk, or is traced.
@@ -118,29 +137,41 @@ def recycled_chunks(into: Iterable[Chunk], spec: CacheSpec, format: ChunkFormat,
         raise TypeError(f"into: expected a sequence of chunks, got {type(into).__name__}")
     chunks = list(into)[:count]
     if not chunks:
-        return chunks
-    shapes, traced = list(format.shapes(spec, rows)), checks.is_tracing()
-    dtypes = [spec.dtype] * len(shapes)
-    seen: set[int] = set()
-    last: Any = None
+        return chunks, ()
+    shapes, traced = list(as_format(spec, format).shapes(spec, rows)), checks.is_tracing()
+    kinds: set[int] = set()
+    where: dict[Any, None] = {}
     for k, chunk in enumerate(chunks):
         if not isinstance(chunk, Chunk):
             raise TypeError(f"into: entry {k} is no Chunk but {type(chunk).__name__}")
-        if traced and any(map(checks.is_traced, chunk.data)):
-            raise TypeError("into: chunks are recycled outside of jit alone")
-        if [array.shape for array in chunk.data] != shapes or [array.dtype for array in chunk.data] != dtypes:
-            raise ValueError(
-                f"into: chunk {k} has arrays of {[(a.shape, str(a.dtype)) for a in chunk.data]}, this store needs "
-                f"{[(s, str(np.dtype(spec.dtype))) for s in shapes]}"
-            )
-        for array in chunk.data:
-            if array.is_deleted() or id(array) in seen:
+        kind = id(chunk.__dict__.get(_ALIKE, chunk))
+        if kind not in kinds:  # of chunks that are alike one is checked
+            where |= dict.fromkeys(_check_recycled(k, chunk, spec, shapes, traced))
+            kinds.add(kind)
+    arrays = [array for chunk in chunks for array in chunk.data]
+    if any([array.is_deleted() for array in arrays]) or len(set(map(id, arrays))) < len(arrays):
+        seen: set[int] = set()
+        for k, chunk in enumerate(chunks):
+            if seen & set(map(id, chunk.data)) or not checks.are_alive(chunk.data):
                 raise ValueError(f"into: chunk {k} was deleted, or is given twice")
-            seen.add(id(array))
-            sharding = array.sharding
-            if sharding is not last and sharding.memory_kind != host.PINNED:
-                raise ValueError(
-                    f"into: chunk {k} is in memory kind {sharding.memory_kind!r}, expected {host.PINNED!r}"
-                )
-            last = sharding
-    return chunks
+            seen |= set(map(id, chunk.data))
+        raise ValueError("into: two arrays of a chunk are one")
+    return chunks, tuple(where)
+
+
+def _check_recycled(
+    k: int, chunk: Chunk, spec: CacheSpec, shapes: Sequence[tuple[int, ...]], traced: bool
+) -> list[Any]:
+    """The shardings of a chunk's arrays; TypeError or ValueError where they are not what is to be written."""
+    if traced and any(map(checks.is_traced, chunk.data)):
+        raise TypeError("into: chunks are recycled outside of jit alone")
+    if [array.shape for array in chunk.data] != shapes or any(array.dtype != spec.dtype for array in chunk.data):
+        raise ValueError(
+            f"into: chunk {k} has arrays of {[(a.shape, str(a.dtype)) for a in chunk.data]}, this store needs "
+            f"{[(s, str(np.dtype(spec.dtype))) for s in shapes]}"
+        )
+    found = [array.sharding for array in chunk.data]
+    for sharding in found:
+        if sharding.memory_kind != host.PINNED:
+            raise ValueError(f"into: chunk {k} is in memory kind {sharding.memory_kind!r}, expected {host.PINNED!r}")
+    return found

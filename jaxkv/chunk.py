@@ -13,7 +13,7 @@ from .layout import Layout
 from .ops import checks
 from .rope import Rope
 from .spec import CacheSpec
-from .values import hashed_once
+from .values import fields_of, hashed_once
 
 
 @hashed_once
@@ -213,6 +213,9 @@ class Chunk:
     positions: Any
     valid: Any
     fingerprint: Fingerprint = dataclasses.field(metadata={"static": True})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return fields_of(self)  # not what a store marked it with
 
     def __repr__(self) -> str:
         # Not the values: a log wants to know what it is, and a recycled chunk has none.

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from . import paths
 from .bulk import load, store
 from .calls import check_call, check_distinct, check_store_plan, chunks_of, naming_views, recycled_chunks
-from .chunk import Chunk, ChunkFormat, Fingerprint, as_format
+from .chunk import Chunk, ChunkFormat, as_format
 from .host import Arrays
 from .loading import PreparedLoad, prepared_load
 from .ops import checks
@@ -72,14 +71,14 @@ def exchange(
     check_store_plan("going", going, spec, pool, {})
     format = as_format(spec, format)
     count, rows = going.rows.slots.shape
-    older = recycled_chunks(into, spec, format, rows, count)
+    older, where = recycled_chunks(into, spec, format, rows, count)
     _check_apart(older, coming)
     if not checks.is_tracing():
         check_distinct(pool)
     how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
     at_once = len(older) in (0, count) and _are_apart(going, coming, pool)
-    its = prepared_load(coming, spec, pool, cut=count if at_once else 0, **how)
-    ours = _beside(its, going, pool, format, older, how) if at_once else None
+    its = prepared_load(coming, spec, pool, cut=count if at_once else None, **how)
+    ours = _beside(its, going, pool, format, where, how) if at_once else None
     if ours is None:
         chunks = store(cache, going, into=older, format=format, **how)
         try:
@@ -90,7 +89,7 @@ def exchange(
 
     def stored() -> tuple[Chunk, ...]:
         chosen = Selection(*(field[: len(data)] for field in going.chosen_from(pool.num_slots)))
-        return chunks_of(data, chosen, Fingerprint.of(spec, format))
+        return chunks_of(data, chosen, ours.fingerprint, ours.alike)
 
     restore = Restore(pool, donate=True, traced=False, implementation=implementation)
     data: list[Arrays] = []
@@ -132,7 +131,7 @@ def _are_apart(going: StorePlan, coming: Plan, pool: Pool) -> bool:
 
 
 def _beside(
-    its: PreparedLoad, going: StorePlan, pool: Pool, format: ChunkFormat, older: Sequence[Chunk], how: dict[str, Any]
+    its: PreparedLoad, going: StorePlan, pool: Pool, format: ChunkFormat, hosts: tuple[Any, ...], how: dict[str, Any]
 ) -> PreparedStore | None:
     """What a store does beside a load, cut as that is; None where one operation cannot do both."""
     if its.way.path != "engine" or not its.stretches or len(groups_of(going.spec, format)) > 1:
@@ -148,7 +147,6 @@ def _beside(
     ends = itertools.accumulate((stretch.num_chunks for stretch in its.stretches), initial=0)
     runs = [range(start, stop) for start, stop in itertools.pairwise(ends) if stop <= count]
     both = runs[-1].stop if runs else 0
-    hosts = paths.shardings_of([array for chunk in older for array in chunk.data])
     runs += its.way.runs(count - both, start=both)
     ours = prepared_store(going, pool, format, hosts, runs=tuple(runs), **how)
     return ours if ours.way.path == "engine" else None

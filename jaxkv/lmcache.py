@@ -216,7 +216,7 @@ def load_layers(
         TypeError, ValueError, RuntimeError: as `plan`. From a step, naming the layer and with nothing of it written:
             parts or pages that do not fit, are missing, or come when none are due.
     """
-    if isinstance(ahead, bool) or ahead not in (0, 1):
+    if isinstance(ahead, bool) or not isinstance(ahead, (int, np.integer)) or ahead not in (0, 1):
         raise ValueError(f"ahead: expected 0 or 1, got {ahead!r}")
     if ahead and isinstance(cache, CacheSpec) and cache.pool_layout.has_axis("layer"):
         raise ValueError("ahead: 1, but an array of all layers that comes with each answer is written at once; pass 0")

@@ -45,7 +45,7 @@ def prepared_load(
     path: str | None,
     implementation: str | None,
     tuning: Tuning,
-    cut: int = 0,
+    cut: int | None = None,
 ) -> PreparedLoad:
     """What a load of a plan into a pool does, checked; kept with the plan for the next time.
 
@@ -56,7 +56,8 @@ def prepared_load(
         path: the caller's choice, or None.
         implementation: of the ops.
         tuning: sizes.
-        cut: the number of first chunks that no operation takes together with later ones.
+        cut: of a load beside a store, the number of first chunks that no operation takes together with later ones;
+            None for one alone, whose first chunks are sent ahead of the operation that takes them.
 
     Returns:
         The steps, with their tables on the pool's devices unless a function is being traced.
@@ -66,7 +67,7 @@ def prepared_load(
         ValueError: the plan does not fit the cache, a chunk was deleted, or `path` is unknown.
         RuntimeError: `path` is not possible here.
     """
-    cut = cut if cut < len(plan.chunks) else 0
+    checks.check_choice("path", path, paths.PATHS)
     if checks.is_tracing() or not plan.as_made:
         _check(plan, spec, pool)
         return _steps(plan, spec, pool, path, implementation, tuning, cut)
@@ -77,13 +78,19 @@ def prepared_load(
 
     where = (pool.leaves[0].sharding, pool.num_slots)
     key = (spec, *where, path, implementation, tuning, cut, paths.jit_is_disabled())
-    found = kept_for(plan, "_prepared", key, make)
+    found = kept_for(plan, "_prepared" if cut is None else "_prepared_beside", key, make)
     plan.check()  # all that may have changed since it was made
     return found
 
 
 def _steps(
-    plan: Plan, spec: CacheSpec, pool: Pool, path: str | None, implementation: str | None, tuning: Tuning, cut: int
+    plan: Plan,
+    spec: CacheSpec,
+    pool: Pool,
+    path: str | None,
+    implementation: str | None,
+    tuning: Tuning,
+    cut: int | None,
 ) -> PreparedLoad:
     traced, moving, chunks = checks.is_tracing(), plan.moving(), plan.chunks
     hosts = [] if traced else [array for k in moving for array in chunks[k].data]
@@ -100,12 +107,17 @@ def _steps(
     runs: list[list[int]] = []
     for _, members in itertools.groupby(moving, key=lambda k: (chunks[k].fingerprint, chunks[k].num_rows)):
         alike = list(members)
-        first = min(cut, len(alike))
-        runs += [[alike[i] for i in run] for run in (*way.runs(first), *way.runs(len(alike) - first, start=first))]
+        if cut is None:
+            taken = way.loads(len(alike))
+        else:
+            first = cut if cut < len(alike) else 0
+            taken = [*way.runs(first), *way.runs(len(alike) - first, start=first)]
+        runs += [[alike[i] for i in run] for run in taken]
     tables = [(_cut(plan.slots, plan, run), _positions(plan, run)) for run in runs]
     if not traced:
         tables = _sent(tables, pool)
-    parts, stretches = [], []
+    parts: list[Part] = []
+    stretches: list[Stretch] = []
     for run, (slots, positions) in zip(runs, tables, strict=True):
         chunk = chunks[run[0]]
         groups = groups_of(spec, chunk.format, positions is not None)
@@ -113,7 +125,8 @@ def _steps(
             parts.append(Part(slots, chunk.data, groups, positions))
         else:
             data = _by_group(groups, [chunks[k] for k in run])
-            stretches.append(Stretch(slots, data, chunk.num_rows, groups, positions))
+            ahead = way.ahead(len(run)) if cut is None and not stretches else 0
+            stretches.append(Stretch(slots, data, chunk.num_rows, groups, positions, ahead))
     return PreparedLoad(way, parts, stretches, _zeroing(plan, spec, None if traced else pool))
 
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .chunk import ChunkFormat
+from .chunk import ChunkFormat, Fingerprint
 from .host import PINNED, Arrays, Ring, fetch, place
-from .ops import native
+from .ops import checks, native
 from .ops.gather import gather_leaves
-from .ops.pinned import fetch_leaves, place_leaves
+from .ops.pinned import fetch_leaves, send_ahead
 from .ops.scatter import scatter_leaves
 from .ops.sharding import Place, places_of
 from .ops.transfer import Transfer, Turn
@@ -48,6 +48,10 @@ class Group(NamedTuple):
     leaves: tuple[int, ...]
     turn: Turn | None = None
     ropes: tuple[Rope, ...] = ()
+
+    def of(self, leaves: Arrays) -> Arrays:
+        """Of a pool's leaves those it touches."""
+        return leaves if len(leaves) == len(self.leaves) else tuple(leaves[i] for i in self.leaves)
 
     def deltas(self, positions: tuple[Any, Any] | None) -> Arrays:
         """The delta tables of rows that move from old to new positions."""
@@ -96,6 +100,18 @@ class Way(NamedTuple):
             yield range(start + done, start + done + size)
             done += size
 
+    def loads(self, count: int) -> list[range]:
+        """Cuts the chunks of a load that goes alone, on the engine path the longest run first.
+
+        It is queued while its first chunks move, which are sent `ahead` of it, and the others are while it moves.
+        """
+        runs = list(self._replace(first=0).runs(count))
+        return runs[::-1] if self.path == "engine" else runs
+
+    def ahead(self, count: int) -> int:
+        """Of the `count` chunks of the first of these runs, those that are sent ahead: as many as there are buffers."""
+        return min(self.staging, count) if self.path == "engine" else 0
+
 
 def choose(
     path: str | None,
@@ -124,8 +140,7 @@ def choose(
         ValueError: the name is unknown.
         RuntimeError: the named path is not possible here; the message says why.
     """
-    if not isinstance(path, (str, type(None))) or path not in PATHS:
-        raise ValueError(f"path: {path!r} is unknown, expected one of {PATHS}")
+    checks.check_choice("path", path, PATHS)
     device = None if traced else next(iter(leaves[0].devices()))
     platform = None if device is None else native.platform_of(device)
     why_not = None
@@ -178,14 +193,20 @@ class PreparedStore(NamedTuple):
     Attributes:
         way: how the chunks go.
         groups: of their format.
+        fingerprint: of the chunks.
         runs: the chunks that one operation takes each.
         tables: the slots of each run, int32 `[chunks * rows]`, on the pool's devices.
+        programs: for each run those of its groups (`place_program`); none on the overlapped path.
+        alike: what the chunks are marked with, which differ in their bytes alone; None where they may differ.
     """
 
     way: Way
     groups: tuple[Group, ...]
+    fingerprint: Fingerprint
     runs: tuple[range, ...]
     tables: Sequence[jax.Array]
+    programs: Sequence[tuple[Any, ...]]
+    alike: object
 
 
 def save_overlapped(pool: Pool, steps: PreparedStore, implementation: str | None) -> list[Arrays]:
@@ -212,19 +233,23 @@ def save_pinned(pool: Pool, steps: PreparedStore, hosts: Sequence[Arrays] = ()) 
         hosts: the arrays that the first chunks are written into, a tuple of them a chunk, which are consumed; the
             others go into new ones. No run has chunks of both.
     """
-    chunks: list[list[jax.Array]] = [[] for run in steps.runs for _ in run]
-    for run, slots in zip(steps.runs, steps.tables, strict=True):
+    placed = []  # by each operation
+    for run, slots, programs in zip(steps.runs, steps.tables, steps.programs, strict=True):
         first = 0
-        for transfer, numbers, *_ in steps.groups:
-            last = first + len(transfer.chunk_kinds)
+        for group, program in zip(steps.groups, programs, strict=True):
+            last = first + len(group.transfer.chunk_kinds)
             recycled = [leaf for k in run for leaf in hosts[k][first:last]] if run.stop <= len(hosts) else None
-            leaves = [pool.leaves[i] for i in numbers]
-            sizes: dict[str, Any] = {"num_chunks": len(run), "staging": steps.way.staging}
-            placed = place_leaves(slots, recycled, leaves, transfer=transfer, **sizes)
-            for at, k in enumerate(run):
-                chunks[k] += placed[at * (last - first) : (at + 1) * (last - first)]
+            placed.append(program(recycled, slots, group.of(pool.leaves)))
             first = last
-    return [tuple(chunk) for chunk in chunks]
+    chunks: list[Arrays] = []
+    for at, run in enumerate(steps.runs):
+        of_run = placed[at * len(steps.groups) : (at + 1) * len(steps.groups)]
+        each = [len(leaves) // len(run) for leaves in of_run]
+        chunks += [
+            tuple(leaf for leaves, n in zip(of_run, each, strict=True) for leaf in leaves[k * n : (k + 1) * n])
+            for k in range(len(run))
+        ]
+    return chunks
 
 
 class Part(NamedTuple):
@@ -252,6 +277,7 @@ class Stretch(NamedTuple):
         rows: of each chunk.
         groups: of their format.
         positions: None, or the old and new positions of the rows, as in `Part`.
+        ahead: the first chunks, as many as this, are sent to the device before the operation is queued.
     """
 
     slots: Any
@@ -259,6 +285,7 @@ class Stretch(NamedTuple):
     rows: int
     groups: tuple[Group, ...]
     positions: tuple[Any, Any] | None = None
+    ahead: int = 0
 
     @property
     def num_chunks(self) -> int:
@@ -309,6 +336,10 @@ class Restore:
         """Scatters chunks straight from pinned memory, in one operation for each group of layers."""
         donate, self._donate = self._donate, True
         for number, (group, hosts) in enumerate(zip(stretch.groups, stretch.hosts, strict=True)):
+            arrived = stretch.ahead if number == 0 else 0
+            if arrived:
+                sent = arrived * len(group.transfer.chunk_kinds)
+                hosts = [*send_ahead(hosts[:sent]), *hosts[sent:]]
             written = fetch_leaves(
                 stretch.slots,
                 hosts,
@@ -318,6 +349,7 @@ class Restore:
                 rows=stretch.rows,
                 staging=way.staging,
                 donate=donate,
+                arrived=arrived,
                 turn=group.turn,
                 deltas=stretch.deltas(number),
             )

@@ -68,8 +68,7 @@ def plan(
     """
     spec, num_slots = _pool_of(cache, num_pages)
     checks.check_out_of_range(out_of_range)
-    if gaps not in GAPS:
-        raise ValueError(f"gaps: {gaps!r} is unknown, expected one of {GAPS}")
+    checks.check_choice("gaps", gaps, GAPS)
     parts = check_chunks(spec, chunks, data_later=data_later)
     read = out_of_range == "raise"
     slot_of_token = checks.slots_int32(slots, read=read)

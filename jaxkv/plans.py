@@ -81,7 +81,8 @@ class Plan:
         """
         if self.as_made:
             # All that can change about chunks that were checked. (A traced array is not asked.)
-            if checks.is_tracing() or any([array.is_deleted() for chunk in self.chunks for array in chunk.data]):
+            arrays = kept(self, "_arrays", lambda: [array for chunk in self.chunks for array in chunk.data])
+            if checks.is_tracing() or any([array.is_deleted() for array in arrays]):
                 check_alive(self.chunks)
         else:
             check_chunks(self.spec, self.chunks, data_later=data_later)

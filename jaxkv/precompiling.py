@@ -63,8 +63,7 @@ def precompile(
     spec = cache if isinstance(cache, CacheSpec) else cache.spec
     tuning = check_tuning(tuning)
     rows = check_chunk_tokens(tuning.chunk_tokens if chunk_tokens is None else chunk_tokens)
-    if gaps not in GAPS:
-        raise ValueError(f"gaps: {gaps!r} is unknown, expected one of {GAPS}")
+    checks.check_choice("gaps", gaps, GAPS)
     if turning is not None and not isinstance(turning, bool):
         raise TypeError(f"turning: expected a bool or None, got {turning!r}")
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, (int, np.integer)) or max_tokens < 1:
@@ -126,7 +125,7 @@ def _positions(spec: CacheSpec, count: int) -> np.ndarray:
 
 def _calls(cache: PagedCache, most: int, rows: int, tuning: Tuning, options: dict[str, Any]) -> list[tuple[int, str]]:
     """Numbers of chunks and paths of calls that take every program: those of a longer call are made of them."""
-    covered: set[tuple[str, int]] = set()
+    covered: set[tuple[Any, ...]] = set()
     calls = []
     for count in range(1, most + 1):
         way = paths.choose(
@@ -139,7 +138,9 @@ def _calls(cache: PagedCache, most: int, rows: int, tuning: Tuning, options: dic
             implementation=options.get("implementation"),
             tuning=tuning,
         )
-        programs = {(way.path, len(run)) for run in way.runs(count)}
+        programs: set[tuple[Any, ...]] = {("store", way.path, len(run)) for run in way.runs(count)}
+        for at, run in enumerate(way.loads(count)):
+            programs.add(("load", way.path, len(run), 0 if at else way.ahead(len(run))))
         if not programs <= covered:
             covered |= programs
             calls.append((count, way.path))

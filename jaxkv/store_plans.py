@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from . import host, paths
-from .chunk import ChunkFormat, as_format
+from .chunk import ChunkFormat, Fingerprint, as_format
 from .ops import checks
-from .paths import PreparedStore, groups_of
+from .ops.pinned import place_program
+from .paths import Group, PreparedStore, groups_of
 from .selection import Rows, Selection, check_chunk_tokens, check_ranges, select_rows
 from .spec import CacheSpec, PagedCache, Pool
 from .tuning import Tuning, check_tuning
@@ -181,7 +182,7 @@ def store_plan(
         return dataclasses.replace(made, num_slots=int(table.max(initial=-1)) + 1) if made.num_slots else made
     if table.size and not checks.is_tracing():
         if layers is None:
-            prepared_store(made, pool, as_format(spec, None), (), path=None, implementation=None, tuning=tuning)
+            prepared_store(made, pool, None, (), path=None, implementation=None, tuning=tuning)
         else:
             made.slots_beside(pool.leaves[0])
     return made
@@ -190,7 +191,7 @@ def store_plan(
 def prepared_store(
     plan: StorePlan,
     pool: Pool,
-    format: ChunkFormat,
+    format: ChunkFormat | None,
     hosts: tuple[Any, ...],
     *,
     path: str | None,
@@ -204,8 +205,8 @@ def prepared_store(
     Args:
         plan: not traced, of one chunk or more.
         pool: the arrays.
-        format: of the chunks.
-        hosts: shardings of the arrays to write into.
+        format: of the chunks; None for the cache's own.
+        hosts: the different shardings of the arrays to write into.
         path: the caller's choice, or None.
         implementation: of the ops.
         tuning: sizes.
@@ -219,6 +220,7 @@ def prepared_store(
         ValueError: `path` is unknown.
         RuntimeError: `path` is not possible here.
     """
+    checks.check_choice("path", path, paths.PATHS)
     count, rows = plan.rows.slots.shape
     first = cut if cut < count else 0
 
@@ -227,9 +229,23 @@ def prepared_store(
         how: dict[str, Any] = {"traced": False, "implementation": implementation, "tuning": tuning}
         way = paths.choose(path, pool.leaves, hosts, **how, **sizes)
         taken = (*way.runs(first), *way.runs(count - first, start=first)) if runs is None else runs
-        return PreparedStore(way, groups_of(plan.spec, format), taken, plan.slots_beside(pool.leaves[0], taken))
+        wanted = as_format(plan.spec, format)
+        groups, tables = groups_of(plan.spec, wanted), plan.slots_beside(pool.leaves[0], taken)
 
-    where = (pool.leaves[0].sharding, hosts, first, runs)
+        def program(run: range, slots: jax.Array, group: Group) -> Any:
+            host = hosts[0] if run.stop <= cut else None
+            sizes: dict[str, Any] = {"num_chunks": len(run), "staging": way.staging}
+            return place_program(slots, host, group.of(pool.leaves), transfer=group.transfer, **sizes)
+
+        programs: list[tuple[Any, ...]] = []
+        if way.path != "overlapped":
+            programs += [
+                tuple(program(run, slots, group) for group in groups) for run, slots in zip(taken, tables, strict=True)
+            ]
+        alike = object() if cut in (0, count) and len(hosts) < 2 else None
+        return PreparedStore(way, groups, Fingerprint.of(plan.spec, wanted), taken, tables, programs, alike)
+
+    where = (pool.leaves[0].sharding, hosts, cut, runs)
     return kept_for(plan, "_prepared", (*where, format, path, implementation, tuning, paths.jit_is_disabled()), make)
 
 

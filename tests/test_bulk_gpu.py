@@ -90,6 +90,37 @@ def test_plans_of_every_kind(way):
     scene.check(np.full(28, -1), **way)
 
 
+@HANDLERS
+@pytest.mark.parametrize("staging", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 13])
+def test_chunks_that_are_sent_ahead(count, staging):
+    """As many as there are buffers, which the later ones then go through; all layers in one array, or two in each."""
+    how = dict(path="engine", tuning=jaxkv.Tuning(staging=staging, chunks_per_call=8))
+    model, num_tokens = Model("A2", layers=4, pages=30), 8 * count - 3
+    arrays, cache = model.random(0)
+    slots = np.random.default_rng(1).permutation(model.num_slots)[:num_tokens]
+    for layers_per_array in (None, 2):
+        chunks = jaxkv.store(cache, slots, chunk_tokens=8, layers_per_array=layers_per_array, **how)
+        for donate in (True, False):
+            after = jaxkv.load(model.poisoned(), chunks, slots, donate=donate, **how)
+            helpers.assert_same(after.pages, model.written(model.arrays(), model.rows(arrays, slots), slots))
+        helpers.stored(model, arrays, chunks, slots, *follow(num_tokens, 8))  # what is in host memory is as it was
+
+
+@HANDLERS
+def test_one_chunk_sent_ahead_to_two_places():
+    """Twice on the device: what was sent is written once it was read."""
+    model = Model("A2", pages=30)
+    arrays, cache = model.random(0)
+    chunks = jaxkv.store(cache, np.arange(32), chunk_tokens=8)
+    order = [0, 0, 1, 2, 3, 0]
+    slots = np.arange(119, 119 - 48, -1)
+    starts, ends = follow(48, 8)
+    after = jaxkv.load(model.poisoned(), [chunks[k] for k in order], slots, path="engine", starts=starts, ends=ends)
+    rows = np.concatenate([model.rows(arrays, np.arange(8 * k, 8 * k + 8)) for k in order], axis=2)
+    helpers.assert_same(after.pages, model.written(model.arrays(), rows, slots))
+
+
 @ways
 @pytest.mark.parametrize("pool", ["A1", "A2", "A5"])
 def test_in_place(pool, way):
@@ -119,7 +150,8 @@ def test_compiled_once(way):
         slots = np.random.default_rng(num_tokens).permutation(model.num_slots)[:num_tokens]
         jaxkv.load(model.poisoned(), store(cache, slots, way, **options), slots, **way)
 
-    both(120)  # 15 chunks: runs of 8, 4, 2 and 1
+    for num_tokens in (120, 8, 16, 32, 64):  # runs of 8, 4, 2 and 1 chunks, each the first of a load and a later one
+        both(num_tokens)
     with helpers.compilations() as compiled:
         for num_tokens in (120, 1, 9, 64, 113):
             both(num_tokens)

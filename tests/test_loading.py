@@ -111,10 +111,11 @@ def test_with_and_without_a_plan_one_program_serves(way):
 
 @pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
 @pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("staging", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 12])
-def test_operations_of_many_chunks(count, donate, monkeypatch):
-    """Cut as on a GPU's engine path, and moved by the CPU's operations."""
-    monkeypatch.setattr(paths, "choose", lambda *args, **options: paths.Way("engine", 0, 8, 1))
+def test_operations_of_many_chunks(count, staging, donate, monkeypatch):
+    """Cut as on a GPU's engine path, the first ones sent ahead, and moved by the CPU's operations."""
+    monkeypatch.setattr(paths, "choose", lambda *args, **options: paths.Way("engine", staging, 8, 1))
     model = Model("A2", pages=30)
     scene = Scene(model, 8 * count - 3)
     cache = model.poisoned()

@@ -121,8 +121,19 @@ def test_bad_arguments_of_a_plan():
         jaxkv.load(cache, load_plan.chunks, jaxkv.store_plan(cache, SLOTS))
     with pytest.raises(TypeError, match="chunks: expected chunks or a Plan, got a StorePlan"):
         jaxkv.load(cache, jaxkv.store_plan(cache, SLOTS))
-    with pytest.raises(ValueError, match=r"path: array.* is unknown"):
-        jaxkv.store(cache, SLOTS, path=np.asarray(["direct", "engine"]))
+    store_plan, of_layer = jaxkv.store_plan(cache, SLOTS), jaxkv.store_plan(cache.spec, SLOTS)
+    calls = [
+        lambda **how: jaxkv.store(cache, SLOTS, **how),
+        lambda **how: jaxkv.store(cache, store_plan, **how),
+        lambda **how: jaxkv.load(cache, load_plan, donate=False, **how),
+        lambda **how: jaxkv.store_layer(cache.pages[0], of_layer, layer=0, **how),
+    ]
+    for call in calls:
+        call(path="overlapped")  # what a plan keeps of it does not hide what comes next
+        with pytest.raises(ValueError, match=r"path: array.* is unknown"):
+            call(path=np.asarray(["direct", "engine"]))
+        with pytest.raises(ValueError, match=r"implementation: array.* is unknown"):
+            call(implementation=np.asarray(["xla", "ffi"]))
 
 
 def test_a_plan_for_a_store_has_its_rows():

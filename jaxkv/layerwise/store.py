@@ -20,6 +20,7 @@ from ..plans import Plan
 from ..spec import CacheSpec
 from ..store_plans import StorePlan, store_plan
 from ..tuning import Tuning, check_tuning
+from ..values import kept_for
 from .pages import pages_of, transfer_of
 
 
@@ -122,9 +123,7 @@ def store_layer(
     count, traced = len(chosen.slots), checks.is_tracing()
     staging = None
     if path is not None or (not traced and next(iter(leaves[0].devices())).platform == "cpu"):
-        how: dict[str, Any] = {"implementation": implementation, "tuning": tuning}
-        way = paths.choose(path, leaves, (), traced=traced, nbytes=0, **how)
-        staging = None if way.path == "overlapped" else way.staging
+        staging = _staging(plan, leaves, path, implementation, tuning)
     meta = (chosen.num_tokens, chosen.positions, chosen.valid, (layers.start, layers.stop), fingerprint)
     if count == 0:
         return LayerPart((), *meta)
@@ -198,6 +197,24 @@ def join_layers(parts: Iterable[LayerPart]) -> tuple[Chunk, ...]:
         )
         for c in range(len(sent[0].data))
     )
+
+
+def _staging(
+    plan: StorePlan, leaves: Sequence[jax.Array], path: str | None, implementation: str | None, tuning: Tuning
+) -> int | None:
+    """Buffers that one program goes through, 0 for none; None for copies of their own. Kept with the plan."""
+    traced = checks.is_tracing()
+
+    def choose() -> int | None:
+        how: dict[str, Any] = {"implementation": implementation, "tuning": tuning}
+        way = paths.choose(path, leaves, (), traced=traced, nbytes=0, **how)
+        return None if way.path == "overlapped" else way.staging
+
+    checks.check_choice("path", path, paths.PATHS)
+    if traced:
+        return choose()
+    key = (leaves[0].sharding, path, implementation, tuning, paths.jit_is_disabled())
+    return kept_for(plan, "_layer_staging", key, choose)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -170,10 +170,16 @@ def check_same_dtype(arrays: Sequence[jax.Array], dtype: DTypeLike, name: str) -
             raise TypeError(f"{name}: array {i} has dtype {array.dtype}, the cache has {np.dtype(dtype)}")
 
 
+def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
+    """Raises ValueError where a value, which may be anything, is none of the words a call knows."""
+    if isinstance(value, (str, type(None))) and value in choices:
+        return
+    raise ValueError(f"{name}: {value!r} is unknown, expected one of {choices}")
+
+
 def check_out_of_range(out_of_range: str) -> None:
     """Raises ValueError for an unknown way to treat slots past the pool."""
-    if out_of_range not in OUT_OF_RANGE:
-        raise ValueError(f"out_of_range: {out_of_range!r} is unknown, expected one of {OUT_OF_RANGE}")
+    check_choice("out_of_range", out_of_range, OUT_OF_RANGE)
 
 
 def slots_int32(slots: Any, *, name: str = "slots", read: bool = True) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
@@ -47,10 +48,18 @@ def place_leaves(
     Returns:
         The host arrays, written in place.
     """
+    where = None if host is None else host[0].sharding
+    program = place_program(slots, where, pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
+    return list(program(host, slots, pages))
+
+
+def place_program(
+    slots: Any, host: Any, pages: Sequence[jax.Array], *, transfer: Transfer, num_chunks: int, staging: int
+) -> Any:
+    """The program of a `place_leaves`, to be called with `(host, slots, pages)`; `host` here is their sharding."""
     if host is None:
-        shardings = new_shardings(slots, pages, transfer, num_chunks)
-        return list(_new_program(shardings, transfer, num_chunks, staging)(slots, pages))
-    return list(_place_program(host[0].sharding, transfer, num_chunks, staging)(host, slots, pages))
+        return _new_program(new_shardings(slots, pages, transfer, num_chunks), transfer, num_chunks, staging)
+    return _place_program(host, transfer, num_chunks, staging)
 
 
 def fetch_leaves(
@@ -63,6 +72,7 @@ def fetch_leaves(
     rows: int,
     staging: int,
     donate: bool,
+    arrived: int = 0,
     turn: Turn | None = None,
     deltas: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
@@ -77,14 +87,23 @@ def fetch_leaves(
         rows: rows of each chunk.
         staging: as for `place_leaves`.
         donate: whether the pages are consumed and written in place, or copied first.
+        arrived: the first chunks, as many as this, are on the device, of `send_ahead`; the copy engine goes through
+            their memory, and what is in them afterwards is of no use.
         turn: how keys are turned on the way, or None.
         deltas: with `turn`, its delta tables, as `scatter_leaves` takes them.
 
     Returns:
         The pool leaves, written.
     """
-    program = _fetch_program(pages[0].sharding, donate, transfer, num_chunks, rows, staging, turn)
+    program = _fetch_program(pages[0].sharding, donate, transfer, num_chunks, rows, staging, arrived, turn)
     return list(program(pages, slots, tuple(deltas), host))
+
+
+@jax.jit
+def send_ahead(host: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copies pinned arrays to the device, in a program of few arrays, which is soon queued; `fetch_leaves` goes on."""
+    with jax.named_scope("jaxkv.send_ahead"):
+        return [jax.device_put(array, jax.memory.Space.Device) for array in host]
 
 
 # A program for each set of static values, rather than one with static arguments: those are hashed and compared anew by
@@ -114,7 +133,7 @@ def new_arrays(shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[jax.Array]
 
 @functools.lru_cache(maxsize=1024)
 def _new_program(shardings: Any, transfer: Transfer, num_chunks: int, staging: int) -> Any:
-    def run(slots: Any, pages: Any) -> Any:
+    def run(_: None, slots: Any, pages: Any) -> Any:
         with jax.named_scope("jaxkv.place"):
             if on_cpu:
                 # Its memory is all of one kind: a gather's results are in pinned memory where the program says so.
@@ -130,9 +149,17 @@ def _new_program(shardings: Any, transfer: Transfer, num_chunks: int, staging: i
 
 @functools.lru_cache(maxsize=1024)
 def _fetch_program(
-    sharding: Any, donate: bool, transfer: Transfer, num_chunks: int, rows: int, staging: int, turn: Turn | None
+    sharding: Any,
+    donate: bool,
+    transfer: Transfer,
+    num_chunks: int,
+    rows: int,
+    staging: int,
+    arrived: int,
+    turn: Turn | None,
 ) -> Any:
-    params = {"transfer": transfer, "num_chunks": num_chunks, "rows": rows, "staging": staging, "turn": turn}
+    params: dict[str, Any] = {"transfer": transfer, "num_chunks": num_chunks, "rows": rows, "turn": turn}
+    params |= {"staging": staging, "arrived": arrived}
 
     def run(pages: Any, slots: Any, deltas: Any, host: Any) -> Any:
         with jax.named_scope("jaxkv.fetch"):
@@ -151,14 +178,22 @@ def _lower_place(ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, 
 
 
 def _lower_fetch(
-    ctx: Any, *operands: Any, transfer: Transfer, num_chunks: int, rows: int, staging: int, turn: Turn | None
+    ctx: Any,
+    *operands: Any,
+    transfer: Transfer,
+    num_chunks: int,
+    rows: int,
+    staging: int,
+    arrived: int,
+    turn: Turn | None,
 ) -> Any:
     slots, _, _, pages = split_operands(ctx.avals_in, transfer, num_chunks, turn)
     leaves = describe(transfer, slots.shape[0], tuple(page.shape for page in pages), num_chunks, rows)
     attrs = attributes(transfer, pages[0].dtype, leaves.num_pages, rows, num_chunks, turn)
     first = len(operands) - len(pages)
     lowering = jax.ffi.ffi_lowering("jaxkv_fetch", operand_output_aliases={first + i: i for i in range(len(pages))})
-    return lowering(ctx, *operands, **attrs, turn=turn_attribute(turn, pages[0].dtype), staging=staging)
+    counts = {"staging": np.int64(staging), "arrived": np.int64(arrived)}
+    return lowering(ctx, *operands, **attrs, **counts, turn=turn_attribute(turn, pages[0].dtype))
 
 
 _place_p, _fetch_p = Primitive("jaxkv_place"), Primitive("jaxkv_fetch")

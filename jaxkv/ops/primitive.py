@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType
 
-from . import native
+from . import checks, native
 
 IMPLEMENTATIONS = (None, "xla", "ffi")
 FFI_PLATFORMS = ("cpu", "cuda")
@@ -28,8 +28,7 @@ def check_implementation(implementation: str | None) -> None:
         RuntimeError: it is "ffi", and no handlers were built for any platform; whether there are some for the
             platform a program runs on is known, and checked, when that program is lowered.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: {implementation!r} is unknown, expected one of {IMPLEMENTATIONS}")
+    checks.check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "ffi" and not any(map(native.available, FFI_PLATFORMS)):
         raise RuntimeError(_ffi_missing("cuda" if jax.default_backend() == "gpu" else jax.default_backend()))
 

@@ -193,7 +193,7 @@ def _one_value(settings: Config, name: str, fields: Config, names: tuple[str, ..
 
 
 def _of_layer_type(kinds: Mapping[str, Any], layer_type: str | None) -> Any:
-    if layer_type is None or layer_type not in kinds:
+    if not isinstance(layer_type, str) or layer_type not in kinds:
         raise ValueError(
             f"layers of this model differ: layer_type must be one of {', '.join(map(repr, kinds))}, got {layer_type!r}"
         )

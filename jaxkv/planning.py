@@ -1,7 +1,7 @@
 """plan: decides where the rows of chunks go, and checks it, before anything moves."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +70,98 @@ def plan(
     checks.check_out_of_range(out_of_range)
     checks.check_choice("gaps", gaps, GAPS)
     parts = check_chunks(spec, chunks, data_later=data_later)
-    read = out_of_range == "raise"
-    slot_of_token = checks.slots_int32(slots, read=read)
-    num_tokens = slot_of_token.shape[0]
+    slot_of_token = checks.slots_int32(slots, read=out_of_range == "raise")
+    prefix = check_skip_prefix(skip_prefix)
+    made_of: Tables | None = None
+    if starts is None and ends is None and positions is None and gaps == "keep":
+        made_of = _consecutive(parts, slot_of_token, prefix, num_slots, unique_slots)
+    if made_of is None:
+        made_of = _anywhere(
+            spec,
+            parts,
+            slot_of_token,
+            prefix,
+            num_slots,
+            starts=starts,
+            ends=ends,
+            positions=positions,
+            gaps=gaps,
+            out_of_range=out_of_range,
+            unique_slots=unique_slots,
+        )
+    for table in jax.tree.leaves(made_of[:-1]):
+        if isinstance(table, np.ndarray):
+            table.flags.writeable = False  # what was checked, and sent to a device, stays as it is
+    made = Plan(tuple(parts), *made_of, spec, num_slots, out_of_range)
+    # Not a field: a plan that is altered, or comes out of a program, is another one.
+    object.__setattr__(made, "_as_made", all(type(chunk.data) is tuple and chunk.data for chunk in parts))
+    if isinstance(cache, PagedCache) and made.as_made and not checks.is_tracing():
+        loading.prepared_load(made, spec, cache.pool, path=None, implementation=None, tuning=DEFAULT)
+    return made
+
+
+class Tables(NamedTuple):
+    """What a plan decides, in the order of its fields."""
+
+    slots: Any
+    zero_slots: Any
+    zeroed: Any
+    row_of_token: Any
+    positions: tuple[Any, Any] | None
+    counts: Counts
+
+
+def _consecutive(
+    parts: Sequence[Chunk], slot: Any, prefix: Any, num_slots: int | None, unique_slots: bool
+) -> Tables | None:
+    """The usual case, in few passes: full chunks that follow one another, of known slots that the pool has.
+
+    Row r is token r. None where this is another case, or one that has an error.
+    """
+    if not isinstance(slot, np.ndarray) or checks.is_traced(prefix) or not parts:
+        return None
+    valid = [chunk.valid for chunk in parts]
+    if not all(isinstance(x, np.ndarray) and x.dtype == bool for x in valid):
+        return None
+    if not all(isinstance(chunk.num_tokens, (int, np.integer)) for chunk in parts):
+        return None
+    count, rows = len(slot), sum(map(len, valid))
+    held = [int(chunk.num_tokens) for chunk in parts]
+    if held[:-1] != [len(x) for x in valid[:-1]] or sum(held) != count or not 0 <= held[-1] <= len(valid[-1]):
+        return None
+    final = np.full(rows, -1, np.int32)
+    final[:count] = slot
+    final[:prefix] = -1
+    final[~np.concatenate(valid)] = -1
+    if final.max(initial=-1) >= (checks.INT32_MAX if num_slots is None else num_slots):
+        return None
+    moves = final[:count] >= 0
+    row_of_token = np.where(moves, np.arange(count, dtype=np.int32), np.int32(-1))
+    moved = moves.sum(dtype=np.int32)
+    counts = Counts(moved, np.int32(count) - moved, np.int32(0), np.int32(0))
+    slots = final if unique_slots else _last_wins(final, np, num_slots)
+    return Tables(slots, np.zeros(0, np.int32), np.zeros(count, bool), row_of_token, None, counts)
+
+
+def _anywhere(
+    spec: CacheSpec,
+    parts: Sequence[Chunk],
+    slot_of_token: Any,
+    prefix: Any,
+    num_slots: int | None,
+    *,
+    starts: Sequence[int] | None,
+    ends: Sequence[int] | None,
+    positions: Any,
+    gaps: str,
+    out_of_range: str,
+    unique_slots: bool,
+) -> Tables:
+    """Every case; arguments and errors are those of `plan`."""
+    num_tokens, read = slot_of_token.shape[0], out_of_range == "raise"
     # Chunks that come out of a jitted store have these on the device, where they are as concrete as any other.
     held, real = ([known(x, read) for x in xs] for xs in ([c.num_tokens for c in parts], [c.valid for c in parts]))
     ranges = _load_ranges(parts, held, num_tokens, starts, ends)
-    prefix = check_skip_prefix(skip_prefix)
     wanted = _wanted_positions(spec, positions, num_tokens, read)
     stored = [] if wanted is None else [_stored_positions(spec, k, chunk, read) for k, chunk in enumerate(parts)]
 
@@ -127,15 +212,7 @@ def plan(
         num_outside + gap_counts.out_of_range,
         num_bad,
     )
-    for table in jax.tree.leaves((final, zero_slots, zeroed, row_of_token, moved_to)):
-        if isinstance(table, np.ndarray):
-            table.flags.writeable = False  # what was checked, and sent to a device, stays as it is
-    made = Plan(tuple(parts), final, zero_slots, zeroed, row_of_token, moved_to, counts, spec, num_slots, out_of_range)
-    # Not a field: a plan that is altered, or comes out of a program, is another one.
-    object.__setattr__(made, "_as_made", all(type(chunk.data) is tuple and chunk.data for chunk in parts))
-    if isinstance(cache, PagedCache) and made.as_made and not checks.is_tracing():
-        loading.prepared_load(made, spec, cache.pool, path=None, implementation=None, tuning=DEFAULT)
-    return made
+    return Tables(final, zero_slots, zeroed, row_of_token, moved_to, counts)
 
 
 def _wanted_positions(spec: CacheSpec, positions: Any, num_tokens: int, read: bool) -> Any:

@@ -32,6 +32,13 @@ def host_copy(nbytes: int) -> float:
     return wall(lambda: np.copyto(target, source)).total
 
 
+def synchronize() -> None:
+    """Waits until an NVIDIA device has nothing left to do, by the driver's word."""
+    status = ctypes.CDLL("libcuda.so.1").cuCtxSynchronize()
+    if status:
+        raise OSError(f"cuCtxSynchronize failed with CUDA error {status}")
+
+
 class CopyEngine:
     """The copy engine, driven directly: pinned memory, no framework. NVIDIA only.
 

@@ -20,6 +20,7 @@ from ..rope import Rope
 from ..spec import CacheSpec
 from ..store_plans import store_plan
 from .shapes import Shape
+from .timing import without_collector
 
 
 class Overlap(NamedTuple):
@@ -76,6 +77,7 @@ class Forward:
         return hidden, None
 
 
+@without_collector()
 def measure(run: Callable[[], tuple[Any, Any]], *, repeats: int, warm: int) -> Overlap:
     """Medians of a run that returns the last activations and whatever else it started.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .rows import Row
+from .timing import without_collector
 
 LAYERS, HEADS, DIM, PAGE, PAGES, CHUNK = 32, 8, 128, 16, 4096, 256
 WIDTH = HEADS * DIM
@@ -146,6 +147,7 @@ class Peer:
         metadata = types.SimpleNamespace(fmt=getattr(self._formats, form), cached_positions=positions)
         return types.SimpleNamespace(tensor=tensor, metadata=metadata, ref_count_down=lambda: None)
 
+    @without_collector()
     def _timed(self, call: Callable[[], Any], repeats: int = 5) -> float:
         seconds = []
         for repeat in range(repeats + 2):

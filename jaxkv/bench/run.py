@@ -93,7 +93,8 @@ class Bench:
 
     def _bulk(self) -> None:
         for tokens in (256, 1024) if self._quick else (256, 2048, 8192):
-            for name, timing in transfers.bulk(self._shape, tokens).items():
+            nbytes = tokens * self._shape.spec.bytes_per_token
+            for name, timing in (transfers.bulk(self._shape, tokens) | transfers.bulk_one_array(nbytes)).items():
                 self._transfer("bulk", name, tokens, timing)
             if tokens == (256 if self._quick else 2048):
                 for name, timing in transfers.bulk_plain(self._shape, tokens).items():
@@ -126,15 +127,19 @@ class Bench:
         chunks = [jax.block_until_ready(store(cache, plan)) for plan in plans]
         ceiling = self._engine[1024 * MIB, "d2h"]
 
-        def store_all() -> Any:
+        def store_into() -> Any:
             nonlocal chunks
             chunks = [store(cache, plan, into=c) for plan, c in zip(plans, chunks, strict=True)]
             return chunks
 
-        timing = wall(store_all)
+        def store_overlapped() -> Any:
+            return [store(cache, plan, path="overlapped") for plan in plans]
+
         case = f"{calls} calls of {tokens} tokens"
-        rate = timing.total * 1e3
-        self._add("bulk", "store into, calls in flight", case, rate, "ms", ceiling / timing.total, timing.enqueue * 1e3)
+        for name, call in (("store into", store_into), ("overlapped store", store_overlapped)):
+            timing = wall(call)
+            took, share, enqueue = timing.total * 1e3, ceiling / timing.total, timing.enqueue * 1e3
+            self._add("bulk", f"{name}, calls in flight", case, took, "ms", share, enqueue)
 
     def _both_ways(self, tokens: int) -> None:
         """Half of the slots go out while the other half come in: in one call, and in two."""

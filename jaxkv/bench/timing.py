@@ -1,8 +1,10 @@
 """How time is taken: medians, both ends blocked, warm-up and enqueue apart."""
 
+import contextlib
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +17,31 @@ class Timing(NamedTuple):
     enqueue: float
 
 
-def wall(call: Callable[[], Any], *, repeats: int = 7, warm: int = 2) -> Timing:
-    """Median wall time of a call, waited for, starting from an idle device."""
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Keeps Python from looking for garbage meanwhile, which takes it longer than some of what is timed (as timeit)."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@without_collector()
+def wall(
+    call: Callable[[], Any], *, repeats: int = 7, warm: int = 2, until: Callable[[], None] | None = None
+) -> Timing:
+    """Median wall time of a call, waited for, starting from an idle device.
+
+    Args:
+        call: what is measured.
+        repeats: the median is over this many.
+        warm: calls before them.
+        until: another way to wait, after which the clock is read; by default JAX's word that the result is there.
+    """
     for _ in range(warm):
         jax.block_until_ready(call())
     totals, enqueues = [], []
@@ -24,8 +49,12 @@ def wall(call: Callable[[], Any], *, repeats: int = 7, warm: int = 2) -> Timing:
         start = time.perf_counter()
         result = call()
         enqueues.append(time.perf_counter() - start)
-        jax.block_until_ready(result)
+        if until is None:
+            jax.block_until_ready(result)
+        else:
+            until()
         totals.append(time.perf_counter() - start)
+        jax.block_until_ready(result)
         del result
     return Timing(statistics.median(totals), statistics.median(enqueues))
 

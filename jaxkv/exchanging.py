@@ -78,7 +78,15 @@ def exchange(
     how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
     at_once = len(older) in (0, count) and _are_apart(going, coming, pool)
     its = prepared_load(coming, spec, pool, cut=count if at_once else None, **how)
-    ours = _beside(its, going, pool, format, where, how) if at_once else None
+
+    def beside() -> tuple[PreparedLoad, PreparedStore | None]:
+        return its, _beside(its, going, pool, format, where, how)
+
+    ours: PreparedStore | None = None
+    if at_once and its.way.path == "engine":
+        # Kept with what it was made beside, whose id is therefore no other's.
+        key = (going, id(its), format, where)
+        _, ours = kept_for(coming, "_exchange", key, beside) if coming.as_made else beside()
     if ours is None:
         chunks = store(cache, going, into=older, format=format, **how)
         try:
@@ -134,7 +142,7 @@ def _beside(
     its: PreparedLoad, going: StorePlan, pool: Pool, format: ChunkFormat, hosts: tuple[Any, ...], how: dict[str, Any]
 ) -> PreparedStore | None:
     """What a store does beside a load, cut as that is; None where one operation cannot do both."""
-    if its.way.path != "engine" or not its.stretches or len(groups_of(going.spec, format)) > 1:
+    if not its.stretches or len(groups_of(going.spec, format)) > 1:
         return None
     first = its.stretches[0]
     alike = all(stretch.groups is first.groups and stretch.rows == first.rows for stretch in its.stretches)

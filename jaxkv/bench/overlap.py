@@ -77,7 +77,6 @@ class Forward:
         return hidden, None
 
 
-@without_collector()
 def measure(run: Callable[[], tuple[Any, Any]], *, repeats: int, warm: int) -> Overlap:
     """Medians of a run that returns the last activations and whatever else it started.
 
@@ -99,6 +98,7 @@ def measure(run: Callable[[], tuple[Any, Any]], *, repeats: int, warm: int) -> O
     return Overlap(statistics.median(waited[0]), statistics.median(waited[1]), statistics.median(queued))
 
 
+@without_collector()
 def beside(
     alone: Callable[[], tuple[Any, Any]],
     run: Callable[[], tuple[Any, Any]],

@@ -51,7 +51,7 @@ def _transfers(rows: Rows) -> str:
         (
             "layer by layer: store, engine path",
             "layer by layer",
-            _grouped("store, engine", 32, 8, 4),
+            _grouped("store, engine", 32, 16, 4),
             "layer-wise store",
         ),
         *(
@@ -74,13 +74,14 @@ def _transfers(rows: Rows) -> str:
         names = (f"bulk {way}, until the device is done", f"{way}, until the device is done")
         one = (f"the same bytes in one array by `device_put`, {way}", f"{way}, one array by device_put")
         for label, name in (names, one):
-            runs = [rows["bulk", name, tokens] for tokens in _TOKENS]
-            lines.append([label, *(f"{_values(run, 'value', 2)} ({_values(run, 'ratio', 2)})" for run in runs)])
+            columns = [rows["bulk", name, tokens] for tokens in _TOKENS]
+            lines.append(
+                [label, *(f"{_values(found, 'value', 2)} ({_values(found, 'ratio', 2)})" for found in columns)]
+            )
     for label, name, case in (
         ("bulk, both ways at once: `exchange`", "store and load at once", "8192 tokens"),
         ("bulk, both ways, `store` and `load`", "store and load, two calls", "8192 tokens"),
         ("bulk store, 32 calls of 256 tokens in flight", "store into, calls in flight", "32 calls of 256 tokens"),
-        ("the same, overlapped path", "overlapped store, calls in flight", "32 calls of 256 tokens"),
     ):
         runs = rows["bulk", name, case]
         lines.append([label, "", "", f"{_values(runs, 'value', 2)} ({_values(runs, 'ratio', 2)})"])

@@ -22,9 +22,9 @@ namespace jaxkv {
 
 // A stream for copies, one for the word of their end, and the events of one call.
 //
-// Making and destroying a stream and three events a chunk took 0.1 ms of a call, so idle ones are kept, for each device,
-// and lent to one call at a time. They carry nothing from call to call: an event that is recorded again leaves those
-// alone that wait for its earlier record. They are never destroyed: at exit CUDA may be gone before us.
+// Making and destroying a stream and three events a chunk took 0.1 ms of a call, so idle ones are kept, for each
+// device, and lent to one call at a time. They carry nothing from call to call: an event that is recorded again leaves
+// those alone that wait for its earlier record. They are never destroyed: at exit CUDA may be gone before us.
 class CopyStream {
  public:
   static CopyStream* Borrow() {
@@ -67,8 +67,8 @@ class CopyStream {
   }
   // Has the driver's thread for host functions do nothing, when `event` fires.
   //
-  // By this thread XLA hears that a program is done. It has slept while the copies ran, and takes 0.1 ms longer to get up
-  // than one that was up half a millisecond before. (On a stream of its own: copies would wait for the function.)
+  // By this thread XLA hears that a program is done. It has slept while the copies ran, and takes 0.1 ms longer to get
+  // up than one that was up half a millisecond before. (On a stream of its own: copies would wait for the function.)
   void WakeHostAt(cudaEvent_t event) {
     Keep(cudaStreamWaitEvent(waking_, event, 0));
     Keep(cudaLaunchHostFunc(waking_, [](void*) {}, nullptr));
@@ -187,7 +187,8 @@ class Pipeline {
   ffi::Error Finish() {
     if (copies_ == nullptr) return ffi::Error::Success();  // nothing was started
     copies_->Wait(stream_, copies_->Mark(copies_->stream()));
-    if (copies_->error() != cudaSuccess) cudaStreamSynchronize(copies_->stream());  // the order may not have been queued
+    // The order may not have been queued.
+    if (copies_->error() != cudaSuccess) cudaStreamSynchronize(copies_->stream());
     return Queued();
   }
 

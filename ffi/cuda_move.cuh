@@ -120,7 +120,8 @@ ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t*
         if (!one_chunk && plane.chunk_leaf != planes[first].chunk_leaf) break;
         char* chunk_base = one_chunk ? chunk(plane.chunk_leaf) : nullptr;
         launch.pool[last - first] = pool(plane.pool_leaf) + plane.pool_offset + move.pool_start;
-        launch.chunk_plane[last - first] = reinterpret_cast<int64_t>(chunk_base) + plane.chunk_offset + move.chunk_start;
+        launch.chunk_plane[last - first] =
+            reinterpret_cast<int64_t>(chunk_base) + plane.chunk_offset + move.chunk_start;
         bases |= reinterpret_cast<uintptr_t>(launch.pool[last - first]) | launch.chunk_plane[last - first];
       }
       launch.slots = slots;
@@ -137,7 +138,8 @@ ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t*
         const int64_t chunks = std::min<int64_t>(transfer.num_chunks - first_chunk, kMaxChunks);
         uintptr_t chunk_bases = 0;
         for (int64_t c = 0; c < chunks; ++c) {
-          launch.chunk[c] = one_chunk ? nullptr : chunk((first_chunk + c) * leaves_per_chunk + planes[first].chunk_leaf);
+          launch.chunk[c] =
+              one_chunk ? nullptr : chunk((first_chunk + c) * leaves_per_chunk + planes[first].chunk_leaf);
           chunk_bases |= reinterpret_cast<uintptr_t>(launch.chunk[c]);
         }
         const int word_bytes = WordBytes(move, bases | chunk_bases);
@@ -156,7 +158,8 @@ ffi::Error MoveAll(cudaStream_t stream, const Transfer& transfer, const int32_t*
         launch.words = static_cast<uint32_t>(move.run / word_bytes);
         launch.tokens = Divider::By(tokens);
         if (move.table >= 0) {
-          StartTurn(stream, launch, move, transfer.turn, transfer.deltas.From(origin), tokens * (last - first), word_bytes);
+          StartTurn(stream, launch, move, transfer.turn, transfer.deltas.From(origin), tokens * (last - first),
+                    word_bytes);
           continue;
         }
         const int64_t runs = tokens * (last - first) * move.heads * move.dims;

@@ -30,7 +30,9 @@ struct Single {
 template <__nv_fp8_interpretation_t kind>
 struct Float8 {
   using Storage = __nv_fp8_storage_t;
-  static __device__ __forceinline__ float Decode(Storage x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, kind))); }
+  static __device__ __forceinline__ float Decode(Storage x) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(x, kind)));
+  }
   static __device__ __forceinline__ Storage Encode(float x) {
     return __nv_cvt_float_to_fp8(x, isfinite(x) ? __NV_SATFINITE : __NV_NOSAT, kind);
   }
@@ -76,7 +78,8 @@ __global__ void __launch_bounds__(kThreads) TurnKernel(const __grid_constant__ L
   const uint32_t pair = vector * kPairs;
   const int64_t pool_step = kInterleaved ? 2 * launch.pool_side.dim : launch.pool_side.dim;
   const int64_t chunk_step = kInterleaved ? 2 * launch.chunk_side.dim : launch.chunk_side.dim;
-  const int64_t pool_distance = turn.distance * launch.pool_side.dim, chunk_distance = turn.distance * launch.chunk_side.dim;
+  const int64_t pool_distance = turn.distance * launch.pool_side.dim;
+  const int64_t chunk_distance = turn.distance * launch.chunk_side.dim;
   Elements first[kHeads], second[kHeads];
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
@@ -160,7 +163,8 @@ inline void StartTurn(cudaStream_t stream, Launch& launch, const Move& move, con
     case Format::kBf16: return StartTurnAs<Bfloat16>(stream, launch, own, move, turn.stride, rows, word_bytes);
     case Format::kF16: return StartTurnAs<Half>(stream, launch, own, move, turn.stride, rows, word_bytes);
     case Format::kF32: return StartTurnAs<Single>(stream, launch, own, move, turn.stride, rows, word_bytes);
-    case Format::kE4M3FN: return StartTurnAs<Float8<__NV_E4M3>>(stream, launch, own, move, turn.stride, rows, word_bytes);
+    case Format::kE4M3FN:
+      return StartTurnAs<Float8<__NV_E4M3>>(stream, launch, own, move, turn.stride, rows, word_bytes);
     case Format::kE5M2: return StartTurnAs<Float8<__NV_E5M2>>(stream, launch, own, move, turn.stride, rows, word_bytes);
   }
 }

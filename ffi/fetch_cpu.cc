@@ -1,5 +1,6 @@
-// fetch on the CPU: (slots, delta tables..., host leaves..., pool leaves...) -> pool leaves, each aliased to its operand.
-// A scatter from pinned memory, which on a CPU is memory like any other: one copy, and no use for `staging` or `arrived`.
+// fetch on the CPU: (slots, delta tables..., host leaves..., pool leaves...) -> pool leaves, each aliased to its
+// operand. A scatter from pinned memory, which on a CPU is memory like any other: one copy, and no use for `staging` or
+// `arrived`.
 
 #include "cpu_move.h"
 #include "handlers.h"
@@ -9,7 +10,8 @@ namespace {
 
 ffi::Error Fetch(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> slots,
                  ffi::RemainingArgs operands, ffi::RemainingRets pool, ffi::Span<const int64_t> planes,
-                 ffi::Span<const int64_t> moves, ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots, int64_t rows,
+                 ffi::Span<const int64_t> moves, ffi::Span<const int64_t> turn, int64_t page_size,
+                 int64_t num_slots, int64_t rows,
                  int64_t num_chunks, int64_t, int64_t) {
   Transfer transfer = DecodeTransfer(planes, moves, page_size, num_slots, rows, num_chunks, turn);
   DecodeDeltas(transfer, operands);
@@ -20,7 +22,8 @@ ffi::Error Fetch(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> slots,
     return static_cast<char*>(operands.get<ffi::AnyBuffer>(first + i)->untyped_data());
   };
   const int64_t per_chunk = num_chunks == 0 ? 0 : num_host / num_chunks;
-  MoveAll<Direction::kScatter>(transfer, slots.typed_data(), slots.element_count(), per_chunk, pool_leaf, host_leaf, threads);
+  MoveAll<Direction::kScatter>(transfer, slots.typed_data(), slots.element_count(), per_chunk, pool_leaf, host_leaf,
+                               threads);
   return ffi::Error::Success();
 }
 

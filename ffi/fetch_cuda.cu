@@ -1,7 +1,7 @@
-// fetch on the GPU: (slots, delta tables..., host leaves..., pool leaves...) -> pool leaves, each aliased to its operand.
-// A scatter from pinned memory: by the copy engine through `staging` device buffers, or straight by the kernel where that
-// is 0. The host leaves of the first `arrived` chunks are on the device, and are the buffers; they are written though
-// they are operands, whose contents no one has a use for afterwards.
+// fetch on the GPU: (slots, delta tables..., host leaves..., pool leaves...) -> pool leaves, each aliased to its
+// operand. A scatter from pinned memory: by the copy engine through `staging` device buffers, or straight by the kernel
+// where that is 0. The host leaves of the first `arrived` chunks are on the device, and are the buffers; they are
+// written though they are operands, whose contents no one has a use for afterwards.
 
 #include "cuda_engine.cuh"
 #include "handlers.h"
@@ -11,7 +11,8 @@ namespace {
 
 ffi::Error Fetch(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buffer<ffi::S32> slots,
                  ffi::RemainingArgs operands, ffi::RemainingRets pool, ffi::Span<const int64_t> planes,
-                 ffi::Span<const int64_t> moves, ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots, int64_t rows,
+                 ffi::Span<const int64_t> moves, ffi::Span<const int64_t> turn, int64_t page_size,
+                 int64_t num_slots, int64_t rows,
                  int64_t num_chunks, int64_t staging, int64_t arrived) {
   Transfer transfer = DecodeTransfer(planes, moves, page_size, num_slots, rows, num_chunks, turn);
   DecodeDeltas(transfer, operands);
@@ -29,8 +30,8 @@ ffi::Error Fetch(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buffer
     return MoveAll<Direction::kScatter>(stream, transfer, slots.typed_data(), slots.element_count(), per_chunk,
                                         pool_leaf, host_leaf);
   }
-  return MoveThroughStaging(Pipeline<Direction::kScatter>(stream, transfer, slots.typed_data(), per_chunk, staging, pool_leaf,
-                                                     host_leaf, leaf_bytes, arrived),
+  return MoveThroughStaging(Pipeline<Direction::kScatter>(stream, transfer, slots.typed_data(), per_chunk, staging,
+                                                          pool_leaf, host_leaf, leaf_bytes, arrived),
                             scratch);
 }
 

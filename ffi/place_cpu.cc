@@ -18,7 +18,8 @@ ffi::Error Place(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> slots,
   };
   auto host_leaf = [&](int64_t i) { return static_cast<char*>((*host.get<ffi::AnyBuffer>(i))->untyped_data()); };
   const int64_t per_chunk = num_chunks == 0 ? 0 : num_host / num_chunks;
-  MoveAll<Direction::kGather>(transfer, slots.typed_data(), slots.element_count(), per_chunk, pool_leaf, host_leaf, threads);
+  MoveAll<Direction::kGather>(transfer, slots.typed_data(), slots.element_count(), per_chunk, pool_leaf, host_leaf,
+                              threads);
   return ffi::Error::Success();
 }
 

@@ -20,11 +20,11 @@ ffi::Error Place(cudaStream_t stream, ffi::ScratchAllocator scratch, ffi::Buffer
   auto leaf_bytes = [&](int64_t i) { return static_cast<int64_t>((*host.get<ffi::AnyBuffer>(i))->size_bytes()); };
   const int64_t per_chunk = num_chunks == 0 ? 0 : num_host / num_chunks;
   if (staging == 0) {
-    return MoveAll<Direction::kGather>(stream, transfer, slots.typed_data(), slots.element_count(), per_chunk, pool_leaf,
-                                       host_leaf);
+    return MoveAll<Direction::kGather>(stream, transfer, slots.typed_data(), slots.element_count(), per_chunk,
+                                       pool_leaf, host_leaf);
   }
-  return MoveThroughStaging(Pipeline<Direction::kGather>(stream, transfer, slots.typed_data(), per_chunk, staging, pool_leaf,
-                                                     host_leaf, leaf_bytes),
+  return MoveThroughStaging(Pipeline<Direction::kGather>(stream, transfer, slots.typed_data(), per_chunk, staging,
+                                                         pool_leaf, host_leaf, leaf_bytes),
                             scratch);
 }
 

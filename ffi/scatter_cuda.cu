@@ -1,4 +1,5 @@
-// scatter on the GPU: (slots, delta tables..., chunk leaves..., pool leaves...) -> pool leaves, each aliased to its operand.
+// scatter on the GPU: (slots, delta tables..., chunk leaves..., pool leaves...) -> pool leaves, each aliased to its
+// operand.
 
 #include "cuda_move.cuh"
 #include "handlers.h"
@@ -8,7 +9,8 @@ namespace {
 
 ffi::Error Scatter(cudaStream_t stream, ffi::Buffer<ffi::S32> slots, ffi::RemainingArgs operands,
                    ffi::RemainingRets pool, ffi::Span<const int64_t> planes, ffi::Span<const int64_t> moves,
-                   ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots, int64_t rows, int64_t num_chunks) {
+                   ffi::Span<const int64_t> turn, int64_t page_size, int64_t num_slots, int64_t rows,
+                   int64_t num_chunks) {
   Transfer transfer = DecodeTransfer(planes, moves, page_size, num_slots, rows, num_chunks, turn);
   DecodeDeltas(transfer, operands);
   const int64_t first = NumDeltaOperands(transfer);

@@ -1,5 +1,6 @@
 """The ways between pages and pinned memory: which is taken, and chunks that are written into again."""
 
+import copy
 import dataclasses
 
 import helpers
@@ -128,6 +129,32 @@ def test_what_cannot_be_written_into_is_refused():
             jaxkv.store(cache, np.arange(8), chunk_tokens=4, into=into)
     assert not any(x.is_deleted() for c in old for x in c.data)
     jaxkv.store(cache, np.arange(8), chunk_tokens=4, into=old)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_chunks_that_are_alike_are_still_told_apart(way):
+    """Of chunks that a store marked as alike one is looked at: what is not of them, or was altered, has no mark."""
+    model = Model("A2")
+    arrays, cache = model.random(0)
+    how = dict(chunk_tokens=4, **way)
+    plan = jaxkv.store_plan(cache, np.arange(12), chunk_tokens=4)
+    first, second = jaxkv.store(cache, plan, **way), jaxkv.store(cache, plan, **way)
+    wider, other = jaxkv.store(cache, np.arange(8), chunk_tokens=8, **way), jaxkv.store(cache, np.arange(4), **how)
+    halved = tuple(helpers.pinned(x[..., :2, :]) for x in first[1].data)
+    cases = [
+        ((first[0], wider[0]), "chunk 1 has arrays of"),
+        ((first[0], dataclasses.replace(first[1], data=halved)), "chunk 1 has arrays of"),
+        ((first[0], second[0], first[0]), "chunk 2 was deleted, or is given twice"),
+        ((first[0], copy.copy(first[0])), "chunk 1 was deleted, or is given twice"),
+        ((first[0], dataclasses.replace(first[1], data=tuple(map(to_device, first[1].data)))), "chunk 1 is in memory"),
+    ]
+    for into, words in cases:
+        with pytest.raises(ValueError, match=f"into: {words}"):
+            jaxkv.store(cache, plan, into=into, **way)
+    assert not any(x.is_deleted() for chunk in (*first, *second, *wider) for x in chunk.data)
+    mixed = jaxkv.store(cache, np.arange(12), into=[first[0], other[0], second[1]], **how)
+    again = jaxkv.store(cache, np.arange(12), into=mixed, **how)
+    helpers.stored(model, arrays, again, np.arange(12), *follow(12, 4))
 
 
 def test_paths_that_are_not_possible_say_why(monkeypatch):

@@ -20,7 +20,7 @@
 
 namespace jaxkv {
 
-// A stream for copies, one for the word of their end, and the events of one call.
+// A stream for copies, one that wakes the host before their end, and the events of one call.
 //
 // Making and destroying a stream and three events a chunk took 0.1 ms of a call, so idle ones are kept, for each
 // device, and lent to one call at a time. They carry nothing from call to call: an event that is recorded again leaves
@@ -69,9 +69,11 @@ class CopyStream {
   //
   // By this thread XLA hears that a program is done. It has slept while the copies ran, and takes 0.1 ms longer to get
   // up than one that was up half a millisecond before. (On a stream of its own: copies would wait for the function.)
+  // It is a hint: where it fails, all that is lost is that.
   void WakeHostAt(cudaEvent_t event) {
-    Keep(cudaStreamWaitEvent(waking_, event, 0));
-    Keep(cudaLaunchHostFunc(waking_, [](void*) {}, nullptr));
+    const bool queued = cudaStreamWaitEvent(waking_, event, 0) == cudaSuccess &&
+                        cudaLaunchHostFunc(waking_, [](void*) {}, nullptr) == cudaSuccess;
+    if (!queued) cudaGetLastError();
   }
   cudaStream_t stream() const { return stream_; }
   cudaError_t error() const { return error_; }
@@ -80,6 +82,10 @@ class CopyStream {
   explicit CopyStream(int device) : device_(device) {
     if (cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) != cudaSuccess) stream_ = nullptr;
     if (cudaStreamCreateWithFlags(&waking_, cudaStreamNonBlocking) != cudaSuccess) waking_ = nullptr;
+  }
+  ~CopyStream() {  // of one that could not be made whole
+    if (stream_ != nullptr) cudaStreamDestroy(stream_);
+    if (waking_ != nullptr) cudaStreamDestroy(waking_);
   }
   static std::mutex& Mutex() {
     static auto* mutex = new std::mutex;
@@ -106,16 +112,16 @@ struct ReturnCopyStream {
 
 // Chunks on their way through `staging` buffers, one after the other: the steps of a call, queued in order.
 //
-// `host_leaf(i)` is a leaf in pinned memory (the leaves of chunk c follow those of chunk c - 1) and `leaf_bytes(i)` its
-// size; `pool_leaf` as in MoveAll. Of a scatter the first chunks may have been sent to the device already, `arrived` of
-// them: then their leaves are there, and their memory is the ring that the others go through.
+// `chunk_leaf(i)` is a leaf in pinned memory (the leaves of chunk c follow those of chunk c - 1) and `leaf_bytes(i)`
+// its size; `pool_leaf` as in MoveAll. Of a scatter the first chunks may have been sent to the device already,
+// `arrived` of them: then their leaves are there, and their memory is the ring that the others go through.
 template <Direction direction>
 class Pipeline {
  public:
   using Leaf = std::function<char*(int64_t)>;
 
   Pipeline(cudaStream_t stream, const Transfer& transfer, const int32_t* slots, int64_t leaves_per_chunk,
-           int64_t staging, Leaf pool_leaf, Leaf host_leaf, std::function<int64_t(int64_t)> leaf_bytes,
+           int64_t staging, Leaf pool_leaf, Leaf chunk_leaf, std::function<int64_t(int64_t)> leaf_bytes,
            int64_t arrived = 0)
       : stream_(stream),
         transfer_(transfer),
@@ -124,7 +130,7 @@ class Pipeline {
         staging_(arrived > 0 ? arrived : std::min(staging, transfer.num_chunks)),
         arrived_(arrived),
         pool_leaf_(std::move(pool_leaf)),
-        host_leaf_(std::move(host_leaf)),
+        chunk_leaf_(std::move(chunk_leaf)),
         leaf_bytes_(std::move(leaf_bytes)),
         offset_(leaves_per_chunk + 1, 0),
         emptied_(transfer.num_chunks) {
@@ -168,14 +174,14 @@ class Pipeline {
       copies_->Wait(copies_->stream(), copies_->Mark(stream_));
       Copy(c);
       emptied_[c] = copies_->Mark(copies_->stream());
-      if (c == size() - 2) copies_->WakeHostAt(emptied_[c]);
+      if (IsLastButOne(c)) copies_->WakeHostAt(emptied_[c]);
     } else {
       if (c >= arrived_) {
         if (c >= staging_) copies_->Wait(copies_->stream(), emptied_[c - staging_]);
         Copy(c);
         const cudaEvent_t arrived = copies_->Mark(copies_->stream());
         copies_->Wait(stream_, arrived);
-        if (c == size() - 2) copies_->WakeHostAt(arrived);
+        if (IsLastButOne(c)) copies_->WakeHostAt(arrived);
       }
       moved = Move(c);
       emptied_[c] = copies_->Mark(stream_);
@@ -198,13 +204,15 @@ class Pipeline {
     if (copies_->error() == cudaSuccess) return ffi::Error::Success();
     return ffi::Error::Internal(std::string("jaxkv: ") + cudaGetErrorString(copies_->error()));
   }
+  // When its copy ends, there is as long to go as one takes: time enough to get up, and not to fall asleep again.
+  bool IsLastButOne(int64_t c) const { return c == size() - 2; }
   char* Buffer(int64_t c, int64_t leaf) const {
     const int64_t at = c % staging_;
-    return arrived_ > 0 ? host_leaf_(at * leaves_ + leaf) : memory_ + at * offset_[leaves_] + offset_[leaf];
+    return arrived_ > 0 ? chunk_leaf_(at * leaves_ + leaf) : memory_ + at * offset_[leaves_] + offset_[leaf];
   }
   void Copy(int64_t c) {
     for (int64_t leaf = 0; leaf < leaves_; ++leaf) {
-      char* host = host_leaf_(c * leaves_ + leaf);
+      char* host = chunk_leaf_(c * leaves_ + leaf);
       char* device = Buffer(c, leaf);
       const bool out = direction == Direction::kGather;
       copies_->Copy(out ? host : device, out ? device : host, leaf_bytes_(leaf));
@@ -221,7 +229,7 @@ class Pipeline {
   Transfer transfer_;
   const int32_t* const slots_;
   const int64_t leaves_, staging_, arrived_;
-  const Leaf pool_leaf_, host_leaf_;
+  const Leaf pool_leaf_, chunk_leaf_;
   const std::function<int64_t(int64_t)> leaf_bytes_;
   std::vector<int64_t> offset_;  // of each leaf in a buffer, and the buffer's size
   std::vector<cudaEvent_t> emptied_;

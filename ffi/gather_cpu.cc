@@ -1,5 +1,7 @@
 // gather on the CPU: (slots, pool leaves...) -> chunk leaves.
 
+#include <cstdint>
+
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -10,13 +12,14 @@
 namespace jaxkv {
 namespace {
 
-// Asks for large pages where a result is in memory that nobody has touched yet, as NumPy does for its own arrays: with
-// pages of 4 KiB the faults took as long as the copy. It is a hint, and what comes of it is not looked at.
+// Asks for large pages for a large result, as NumPy does for its own arrays. Mostly it is in memory that nobody has
+// touched yet, and with pages of 4 KiB the faults took as long as the copy. It is a hint: where the memory was used
+// before, or the system has pages of another size, nothing comes of it.
 void PreferHugePages(void* memory, size_t bytes) {
 #ifdef __linux__
   constexpr size_t kWorth = size_t{4} << 20, kPage = 4096;
   if (bytes < kWorth) return;
-  const size_t skipped = (kPage - reinterpret_cast<size_t>(memory) % kPage) % kPage;
+  const size_t skipped = (kPage - reinterpret_cast<uintptr_t>(memory) % kPage) % kPage;
   madvise(static_cast<char*>(memory) + skipped, bytes - skipped, MADV_HUGEPAGE);
 #endif
 }

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import paths
+from . import paths, ways
 from .calls import check_call, check_distinct, check_store_plan, chunks_of, naming_views, recycled_chunks
 from .chunk import Chunk, Fingerprint, as_format
 from .loading import prepared_load
@@ -66,7 +66,7 @@ def store(
             "skip", no device array is read.
         into: chunks that are no longer needed: their pinned buffers take the new ones, and they are consumed. With
             enough of them no more host memory is taken than they hold.
-        path: "overlapped", "engine" or "direct" (see `jaxkv.paths`); by default chosen from the call.
+        path: "overlapped", "engine" or "direct" (see `jaxkv.ways`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
 
@@ -99,7 +99,7 @@ def store(
     how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
     traced = checks.is_tracing()
     if traced or count == 0:
-        paths.choose(leaves=pool.leaves, hosts=where, traced=traced, nbytes=0, **how)
+        ways.choose(leaves=pool.leaves, hosts=where, traced=traced, nbytes=0, **how)
         format = as_format(spec, format)
         data = paths.save_traced(pool, going.rows.slots, groups_of(spec, format), implementation)
         return chunks_of(data, going.chosen_from(pool.num_slots), Fingerprint.of(spec, format))
@@ -144,7 +144,7 @@ def load(
         chunks: the chunks, or a plan made by `plan`.
         slots: integers `[tokens]`, the slot of each token (not with a plan).
         donate: whether the cache is consumed; if not, the pages are copied once.
-        path: "overlapped", "engine" or "direct" (see `jaxkv.paths`); by default chosen from the call.
+        path: "overlapped", "engine" or "direct" (see `jaxkv.ways`); by default chosen from the call.
         implementation: None for the best there is, "xla" or "ffi".
         tuning: sizes; see `Tuning`.
         **options: of `plan`: `starts`, `ends`, `positions`, `gaps`, `skip_prefix`, `out_of_range`, `unique_slots`.

@@ -37,11 +37,8 @@ def chunks_of(
     )
     if alike is not None:
         for chunk in chunks:
-            object.__setattr__(chunk, _ALIKE, alike)
+            object.__setattr__(chunk, "_alike", alike)  # not a field: what is made of the chunk does not have it
     return chunks
-
-
-_ALIKE = "_alike"
 
 
 def check_call(cache: PagedCache, implementation: str | None, tuning: Tuning | None) -> tuple[CacheSpec, Pool, Tuning]:
@@ -144,7 +141,9 @@ def recycled_chunks(
     for k, chunk in enumerate(chunks):
         if not isinstance(chunk, Chunk):
             raise TypeError(f"into: entry {k} is no Chunk but {type(chunk).__name__}")
-        kind = id(chunk.__dict__.get(_ALIKE, chunk))
+        if chunk.alike is chunk and not _has_arrays(chunk):
+            raise TypeError(f"into: chunk {k} has no tuple of jax.Arrays but {type(chunk.data).__name__}")
+        kind = id(chunk.alike)
         if kind not in kinds:  # of chunks that are alike one is checked
             where |= dict.fromkeys(_check_recycled(k, chunk, spec, shapes, traced))
             kinds.add(kind)
@@ -152,11 +151,15 @@ def recycled_chunks(
     if any([array.is_deleted() for array in arrays]) or len(set(map(id, arrays))) < len(arrays):
         seen: set[int] = set()
         for k, chunk in enumerate(chunks):
-            if seen & set(map(id, chunk.data)) or not checks.are_alive(chunk.data):
-                raise ValueError(f"into: chunk {k} was deleted, or is given twice")
-            seen |= set(map(id, chunk.data))
-        raise ValueError("into: two arrays of a chunk are one")
+            for array in chunk.data:
+                if array.is_deleted() or id(array) in seen:
+                    raise ValueError(f"into: chunk {k} was deleted, or is given twice")
+                seen.add(id(array))
     return chunks, tuple(where)
+
+
+def _has_arrays(chunk: Chunk) -> bool:
+    return isinstance(chunk.data, (tuple, list)) and all(isinstance(array, jax.Array) for array in chunk.data)
 
 
 def _check_recycled(

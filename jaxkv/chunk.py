@@ -215,7 +215,7 @@ class Chunk:
     fingerprint: Fingerprint = dataclasses.field(metadata={"static": True})
 
     def __getstate__(self) -> dict[str, Any]:
-        return fields_of(self)  # not what a store marked it with
+        return fields_of(self)  # without its mark, which is of this process
 
     def __repr__(self) -> str:
         # Not the values: a log wants to know what it is, and a recycled chunk has none.
@@ -228,6 +228,11 @@ class Chunk:
     def format(self) -> ChunkFormat:
         """The format of `data`."""
         return self.fingerprint.format
+
+    @property
+    def alike(self) -> object:
+        """What a store marked it with: chunks that have one mark differ in their bytes alone. Else the chunk itself."""
+        return self.__dict__.get("_alike", self)
 
     @property
     def num_rows(self) -> int:
@@ -298,6 +303,8 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool =
             raise ValueError(f"chunks: entry {i} is missing (None)")
         if not isinstance(chunk, Chunk):
             raise TypeError(f"chunks: entry {i} is no Chunk but {type(chunk).__name__}")
+        if getattr(chunk.valid, "dtype", None) != np.bool_ or chunk.valid.ndim != 1:
+            raise TypeError(f"chunks: chunk {i} has valid={chunk.valid!r}, expected a bool array [rows]")
         kind = (id(chunk.fingerprint), chunk.num_rows)
         if kind not in fitting:
             dtype = chunk.fingerprint.dtype

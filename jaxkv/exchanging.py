@@ -13,7 +13,6 @@ from .host import Arrays
 from .loading import PreparedLoad, prepared_load
 from .ops import checks
 from .ops.exchange import Side, exchange_leaves
-from .ops.pinned import place_leaves
 from .paths import PreparedStore, Restore, Stretch, groups_of
 from .plans import Plan
 from .selection import Selection
@@ -41,7 +40,7 @@ def exchange(
     that are known and in one of the plans alone, chunks that have all layers in one array, those that come alike in
     rows and format and none of them twice, and `into` empty or with a chunk for each that goes. Else, and for the
     chunks that are left, it is these two calls. (Its programs are compiled when they are first needed: `precompile` is
-    for those of the two calls.)
+    for those of the two calls.) What it works out is kept with `coming`, and `going` with it.
 
     Args:
         cache: the pages; consumed: its arrays are deleted, the result is the new cache.
@@ -69,23 +68,24 @@ def exchange(
     if not isinstance(coming, Plan):
         raise TypeError(f"coming: expected a Plan, got {type(coming).__name__}; see plan")
     check_store_plan("going", going, spec, pool, {})
-    format = as_format(spec, format)
+    if format is not None:
+        format = as_format(spec, format)
     count, rows = going.rows.slots.shape
     older, where = recycled_chunks(into, spec, format, rows, count)
     _check_apart(older, coming)
     if not checks.is_tracing():
         check_distinct(pool)
     how: dict[str, Any] = {"path": path, "implementation": implementation, "tuning": tuning}
-    at_once = len(older) in (0, count) and _are_apart(going, coming, pool)
-    its = prepared_load(coming, spec, pool, cut=count if at_once else None, **how)
-
-    def beside() -> tuple[PreparedLoad, PreparedStore | None]:
-        return its, _beside(its, going, pool, format, where, how)
-
+    its = prepared_load(coming, spec, pool, **how)
     ours: PreparedStore | None = None
-    if at_once and its.way.path == "engine":
+    if its.way.path == "engine" and len(older) in (0, count) and _are_apart(going, coming, pool):
+        its = prepared_load(coming, spec, pool, cut=count, **how)
+
+        def beside() -> tuple[PreparedLoad, PreparedStore | None]:
+            return its, _beside(its, going, pool, format, where, len(older), how)
+
         # Kept with what it was made beside, whose id is therefore no other's.
-        key = (going, id(its), format, where)
+        key = (going, id(its), format, where, len(older))
         _, ours = kept_for(coming, "_exchange", key, beside) if coming.as_made else beside()
     if ours is None:
         chunks = store(cache, going, into=older, format=format, **how)
@@ -139,10 +139,16 @@ def _are_apart(going: StorePlan, coming: Plan, pool: Pool) -> bool:
 
 
 def _beside(
-    its: PreparedLoad, going: StorePlan, pool: Pool, format: ChunkFormat, hosts: tuple[Any, ...], how: dict[str, Any]
+    its: PreparedLoad,
+    going: StorePlan,
+    pool: Pool,
+    format: ChunkFormat | None,
+    hosts: tuple[Any, ...],
+    recycled: int,
+    how: dict[str, Any],
 ) -> PreparedStore | None:
     """What a store does beside a load, cut as that is; None where one operation cannot do both."""
-    if not its.stretches or len(groups_of(going.spec, format)) > 1:
+    if not its.stretches or len(groups_of(going.spec, as_format(going.spec, format))) > 1:
         return None
     first = its.stretches[0]
     alike = all(stretch.groups is first.groups and stretch.rows == first.rows for stretch in its.stretches)
@@ -156,7 +162,7 @@ def _beside(
     runs = [range(start, stop) for start, stop in itertools.pairwise(ends) if stop <= count]
     both = runs[-1].stop if runs else 0
     runs += its.way.runs(count - both, start=both)
-    ours = prepared_store(going, pool, format, hosts, runs=tuple(runs), **how)
+    ours = prepared_store(going, pool, format, hosts, cut=recycled, runs=tuple(runs), **how)
     return ours if ours.way.path == "engine" else None
 
 
@@ -171,14 +177,14 @@ def _exchange(
     staging, group = ours.way.staging, ours.groups[0]
     transfer = group.transfer
     each = len(transfer.chunk_kinds)
-    for run, slots, coming in itertools.zip_longest(ours.runs, ours.tables, stretches):
+    for run, slots, programs, coming in itertools.zip_longest(ours.runs, ours.tables, ours.programs, stretches):
         if run is None:  # more chunks come than go
             restore.from_pinned(coming, ours.way)
             continue
         recycled = [array for k in run for array in older[k]] if older else None
-        leaves = [restore.leaves[i] for i in group.leaves]
+        leaves = group.of(tuple(restore.leaves))
         if coming is None:  # more go than come
-            went = place_leaves(slots, recycled, leaves, transfer=transfer, num_chunks=len(run), staging=staging)
+            went = programs[0](recycled, slots, leaves)
         else:
             (its,) = coming.groups
             went, restore.leaves = exchange_leaves(

@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from . import host, paths
+from . import host, ways
 from .chunk import Chunk, as_format, check_chunks, known
 from .ops import checks
-from .paths import Group, Part, Stretch, Way, groups_of
+from .paths import Group, Part, Stretch, groups_of
 from .plans import Plan
 from .spec import CacheSpec, Pool
 from .tuning import Tuning
 from .values import kept_for
+from .ways import Way
 
 
 class PreparedLoad(NamedTuple):
@@ -67,7 +68,9 @@ def prepared_load(
         ValueError: the plan does not fit the cache, a chunk was deleted, or `path` is unknown.
         RuntimeError: `path` is not possible here.
     """
-    checks.check_choice("path", path, paths.PATHS)
+    checks.check_choice("path", path, ways.PATHS)  # it is compared below, and an array is not to be
+    if plan.as_made or plan.spec is spec:
+        plan.check()
     if checks.is_tracing() or not plan.as_made:
         _check(plan, spec, pool)
         return _steps(plan, spec, pool, path, implementation, tuning, cut)
@@ -76,11 +79,9 @@ def prepared_load(
         _check(plan, spec, pool)
         return _steps(plan, spec, pool, path, implementation, tuning, cut)
 
-    where = (pool.leaves[0].sharding, pool.num_slots)
-    key = (spec, *where, path, implementation, tuning, cut, paths.jit_is_disabled())
-    found = kept_for(plan, "_prepared" if cut is None else "_prepared_beside", key, make)
-    plan.check()  # all that may have changed since it was made
-    return found
+    where = (pool.shardings, pool.num_slots)
+    key = (spec, *where, path, implementation, tuning, cut, ways.jit_is_disabled())
+    return kept_for(plan, "_prepared" if cut is None else "_prepared_beside", key, make)
 
 
 def _steps(
@@ -94,10 +95,10 @@ def _steps(
 ) -> PreparedLoad:
     traced, moving, chunks = checks.is_tracing(), plan.moving(), plan.chunks
     hosts = [] if traced else [array for k in moving for array in chunks[k].data]
-    way = paths.choose(
+    way = ways.choose(
         path,
         pool.leaves,
-        paths.shardings_of(hosts),
+        ways.shardings_of(hosts),
         traced=traced,
         nbytes=spec.bytes_per_token * sum(chunks[k].num_rows for k in moving),
         chunks=len(moving),
@@ -131,10 +132,8 @@ def _steps(
 
 
 def _check(plan: Plan, spec: CacheSpec, pool: Pool) -> None:
-    """A plan may have been made for another pool, or for none: its slots are checked against this one."""
-    if plan.spec is spec:
-        plan.check()
-    else:
+    """A plan may have been made for another cache, or for none: it is checked against this one."""
+    if plan.spec is not spec:
         check_chunks(spec, plan.chunks)
     if plan.spec.page_size != spec.page_size:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import host, paths
+from . import host, paths, ways
 from .bulk import load, store
 from .chunk import Chunk, as_format
 from .ops import checks
@@ -128,7 +128,7 @@ def _calls(cache: PagedCache, most: int, rows: int, tuning: Tuning, options: dic
     covered: set[tuple[Any, ...]] = set()
     calls = []
     for count in range(1, most + 1):
-        way = paths.choose(
+        way = ways.choose(
             options.get("path"),
             cache.pool.leaves,
             (),

@@ -170,7 +170,10 @@ class CacheSpec:
             checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
             leaves = checks.committed(leaves)
         distinct = len(set(map(id, leaves))) == len(leaves)
-        return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size, distinct)
+        shardings = () if any(map(checks.is_traced, leaves)) else tuple(leaf.sharding for leaf in leaves)
+        if len(set(shardings)) == 1:
+            shardings = shardings[:1]
+        return Pool(tuple(leaves), structure, num_pages, num_pages * self.page_size, distinct, shardings)
 
 
 def _dtype_of(dtype: Any) -> np.dtype:
@@ -218,6 +221,7 @@ class Pool:
         structure: their pytree.
         num_pages, num_slots: what they hold.
         are_distinct: whether no two leaves are one array, which could not be donated twice.
+        shardings: of the leaves; one where all are alike, none of what is traced.
     """
 
     leaves: tuple[jax.Array, ...]
@@ -225,10 +229,19 @@ class Pool:
     num_pages: int
     num_slots: int
     are_distinct: bool
+    shardings: tuple[Any, ...]
 
     def with_leaves(self, leaves: Sequence[jax.Array]) -> "Pool":
-        """The same pool of other arrays, which an operation made of these: distinct if they are."""
-        return Pool(tuple(leaves), self.structure, self.num_pages, self.num_slots, self.are_distinct)
+        """The same pool of other arrays, which an operation made of these: distinct if they are, and where they are."""
+        if len(self.shardings) > 1:
+            # Operations give all results one sharding.
+            pairs = zip(leaves, self.shardings, strict=True)
+            leaves = [_on(leaf, where) for leaf, where in pairs]
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+
+def _on(leaf: jax.Array, sharding: Any) -> jax.Array:
+    return leaf if checks.is_traced(leaf) or leaf.sharding == sharding else jax.device_put(leaf, sharding)
 
 
 def _is_frozen(tree: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import host, paths
+from . import host, ways
 from .chunk import ChunkFormat, Fingerprint, as_format
 from .ops import checks
 from .ops.pinned import place_program
@@ -81,23 +81,13 @@ class StorePlan:
             return chosen
         return chosen._replace(valid=chosen.valid & (chosen.slots < num_slots))  # a row past it is zero bytes
 
-    def slots_beside(self, page: jax.Array, runs: Sequence[range] = ()) -> list[jax.Array]:
-        """The slots on the devices of some pages, sent there once.
-
-        Args:
-            page: where they are to be.
-            runs: of chunks; by default one of all of them.
-
-        Returns:
-            The slots of each run, int32 `[chunks of the run * rows]`.
-        """
-        sent: dict[Any, list[jax.Array]] = kept(self, "_sent", dict)
-        key = (page.sharding, *runs)
-        if key not in sent:
-            table = self.rows.slots
-            cut = [table[run.start : run.stop].reshape(-1) for run in runs] or [self.slots]
-            sent[key] = host.send_beside(cut, page.sharding)
-        return sent[key]
+    def slots_beside(self, page: jax.Array) -> jax.Array:
+        """The slots on the devices of some pages, sent to each of these once: int32 `[chunks * rows]`."""
+        sent: dict[Any, jax.Array] = kept(self, "_sent", dict)
+        where = page.sharding
+        if where not in sent:
+            (sent[where],) = host.send_beside([self.slots], where)
+        return sent[where]
 
 
 def _itself(chosen: Selection) -> Selection:
@@ -220,33 +210,34 @@ def prepared_store(
         ValueError: `path` is unknown.
         RuntimeError: `path` is not possible here.
     """
-    checks.check_choice("path", path, paths.PATHS)
+    checks.check_choice("path", path, ways.PATHS)  # it is compared below, and an array is not to be
     count, rows = plan.rows.slots.shape
     first = cut if cut < count else 0
 
     def make() -> PreparedStore:
         sizes: dict[str, Any] = {"nbytes": count * rows * plan.spec.bytes_per_token, "chunks": count}
         how: dict[str, Any] = {"traced": False, "implementation": implementation, "tuning": tuning}
-        way = paths.choose(path, pool.leaves, hosts, **how, **sizes)
+        way = ways.choose(path, pool.leaves, hosts, **how, **sizes)
         taken = (*way.runs(first), *way.runs(count - first, start=first)) if runs is None else runs
         wanted = as_format(plan.spec, format)
-        groups, tables = groups_of(plan.spec, wanted), plan.slots_beside(pool.leaves[0], taken)
+        groups, slots = groups_of(plan.spec, wanted), plan.rows.slots
+        tables = host.send_beside([slots[run.start : run.stop].reshape(-1) for run in taken], pool.leaves[0].sharding)
 
-        def program(run: range, slots: jax.Array, group: Group) -> Any:
-            host = hosts[0] if run.stop <= cut else None
-            sizes: dict[str, Any] = {"num_chunks": len(run), "staging": way.staging}
-            return place_program(slots, host, group.of(pool.leaves), transfer=group.transfer, **sizes)
+        def program(run: range, table: jax.Array, group: Group) -> Any:
+            sharding = hosts[0] if run.stop <= cut else None
+            counts: dict[str, Any] = {"num_chunks": len(run), "staging": way.staging}
+            return place_program(table, sharding, group.of(pool.leaves), transfer=group.transfer, **counts)
 
         programs: list[tuple[Any, ...]] = []
         if way.path != "overlapped":
             programs += [
-                tuple(program(run, slots, group) for group in groups) for run, slots in zip(taken, tables, strict=True)
+                tuple(program(run, table, group) for group in groups) for run, table in zip(taken, tables, strict=True)
             ]
         alike = object() if cut in (0, count) and len(hosts) < 2 else None
         return PreparedStore(way, groups, Fingerprint.of(plan.spec, wanted), taken, tables, programs, alike)
 
-    where = (pool.leaves[0].sharding, hosts, cut, runs)
-    return kept_for(plan, "_prepared", (*where, format, path, implementation, tuning, paths.jit_is_disabled()), make)
+    where = (pool.shardings, hosts, cut, runs)
+    return kept_for(plan, "_prepared", (*where, format, path, implementation, tuning, ways.jit_is_disabled()), make)
 
 
 def decided(

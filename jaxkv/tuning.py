@@ -10,10 +10,10 @@ class Tuning:
     Attributes:
         chunk_tokens: tokens of a chunk where the caller of `store` names no other number.
         staging: chunks that are on the device at once, on their way between pages and host. Two keep the link
-            busy: one is filled while the other leaves.
+            busy: one is filled while the other leaves. So many a load of the engine path sends ahead.
         chunks_per_call: chunks that one operation of the engine path takes at most, a power of two.
-        first_bytes: what takes the link about as long as it takes to queue an operation: a long one of the engine path
-            sets out with so much, and the rest is queued meanwhile.
+        first_bytes: what takes the link about as long as it takes to queue an operation: a long store or exchange of
+            the engine path sets out with so much, and the rest is queued meanwhile.
         array_bytes: what makes an array worth its dispatch, layer by layer.
         direct_bytes: up to this size a call on a GPU lets the kernel reach into pinned memory.
     """

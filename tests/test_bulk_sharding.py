@@ -1,6 +1,7 @@
 """store and load of pools that are sharded over heads, or not on the default device."""
 
 import functools
+import itertools
 import re
 
 import helpers
@@ -252,3 +253,47 @@ def test_chunks_of_pools_that_are_whole_everywhere():
         after = jaxkv.load(world.model.cache(world.model.arrays(), where), chunks, world.other)
         helpers.assert_same(after.pages, world.want)
         assert jax.tree.leaves(after)[0].devices() == (where.device_set if hasattr(where, "device_set") else {where})
+
+
+def test_one_op_at_a_time_the_custom_call_is_refused():
+    """R14: nothing splits it there, and payloads would not be whole; nothing was launched."""
+    if "ffi" not in IMPLEMENTATIONS:
+        pytest.skip("the extension is not built")
+    world = Sharded("A2", 2)
+    cache, words = world.cache(world.arrays), "implementation: 'ffi' is not possible on several devices"
+    with jax.disable_jit(), pytest.raises(RuntimeError, match=words):
+        jaxkv.store(cache, world.slots, chunk_tokens=8, implementation="ffi")
+    helpers.assert_same(cache.pages, world.arrays)
+
+
+MIXED = {
+    "whole and split": lambda: (NamedSharding(mesh_of(4), P()), NamedSharding(mesh_of(4), SPLITS["A2"])),
+    "split and whole": lambda: (NamedSharding(mesh_of(4), SPLITS["A2"]), NamedSharding(mesh_of(4), P())),
+    "one device, two words for it": lambda: (jax.devices()[0], NamedSharding(mesh_of(1), P())),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED.values(), ids=MIXED)
+def test_arrays_that_are_sharded_differently(mixed):
+    """K1, K13: each stays as it is; a plan tells such a pool from one whose first array is sharded alike."""
+    model = Model("A2", heads=4)
+    arrays = model.arrays(0)
+    first, second = mixed()
+
+    def cache(values, *where):
+        places = itertools.cycle(where)  # one layer so, the next one so
+        return jaxkv.PagedCache(tuple(jax.device_put(x, next(places)) for x in values), model.spec)
+
+    plan = jaxkv.store_plan(model.spec, np.arange(20), chunk_tokens=8)
+    alike, chunks = (jaxkv.store(cache(arrays, first, other), plan) for other in (first, second))
+    helpers.stored(model, arrays, chunks, np.arange(20), *follow(20, 8))
+    if [x.sharding for x in alike[0].data] != [x.sharding for x in chunks[0].data]:
+        assert alike[0].alike is not chunks[0].alike
+    pool = cache(model.arrays(), first, second)
+    places = [leaf.sharding for leaf in jax.tree.leaves(pool)]
+    loading = jaxkv.plan(model.spec, chunks, np.arange(20))
+    for _ in range(2):
+        pool = jaxkv.load(pool, loading)
+        assert [leaf.sharding for leaf in jax.tree.leaves(pool)] == places
+    want = model.written(model.arrays(), model.rows(arrays, np.arange(20)), np.arange(20))
+    helpers.assert_same(pool.pages, want)

@@ -273,3 +273,14 @@ def test_other_lengths_compile_nothing(way):
             jaxkv.store(cache, slots, starts=[0], ends=[1], skip_prefix=1, **options)
     assert not compiled
     helpers.stored(model, arrays, chunks, slots, *follow(100, 8))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_chunks_of_several_mebibytes(implementation):
+    """The handler asks the system for other pages of memory there; the bytes are the same."""
+    model = Model("A2", layers=2, heads=8, dim=128, page_size=16, pages=80)
+    arrays, cache = model.random(0)
+    slots = np.random.default_rng(0).permutation(1280)[:1027]
+    (chunk,) = jaxkv.store(cache, slots, chunk_tokens=1100, path="overlapped", implementation=implementation)
+    assert chunk.data[0].nbytes > 4 << 20
+    helpers.stored(model, arrays, [chunk], slots, [0], [1027])

@@ -10,7 +10,8 @@ from exchanges import check, scene_of
 from helpers import IMPLEMENTATIONS, WAYS, Model, Scene, assert_same, follow, stored
 
 import jaxkv
-from jaxkv import exchanging, paths
+from jaxkv import exchanging
+from jaxkv.ops import exchange, pinned
 
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -134,7 +135,7 @@ def test_what_fails_after_the_store_carries_cache_and_chunks(monkeypatch):
 @pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
 def test_a_chunk_that_comes_to_two_places_takes_two_calls(monkeypatch):
     """Cut as on a GPU's engine path, where one operation would refuse an array that is there twice."""
-    monkeypatch.setattr(paths, "choose", lambda *args, **options: paths.Way("engine", 0, 8, 1))
+    monkeypatch.setattr(jaxkv.ways, "choose", lambda *args, **options: jaxkv.ways.Way("engine", 0, 8, 1))
     model = Model("A2", pages=12)
     scene = scene_of(model, 8, first=24)
     arrays, cache = model.random(0)
@@ -143,3 +144,51 @@ def test_a_chunk_that_comes_to_two_places_takes_two_calls(monkeypatch):
     chunks, after = jaxkv.exchange(cache, out, jaxkv.plan(cache, [*scene.chunks, *scene.chunks], slots))
     stored(model, arrays, chunks, np.arange(16), *follow(16, 8))
     assert_same(after.pages, model.written(arrays, np.concatenate(scene.rows * 2, axis=2), slots))
+
+
+def one_after_the_other(slots, recycled, hosts, pages, *, going, coming, staging, **options):
+    """The operation of a GPU as the two that it is made of, which a CPU has."""
+    sizes = {"transfer": going.transfer, "num_chunks": going.num_chunks, "staging": staging}
+    went = pinned.place_leaves(slots[0], recycled, pages, **sizes)
+    sizes = {"transfer": coming.transfer, "num_chunks": coming.num_chunks, "rows": coming.rows, "staging": staging}
+    return exchange.Exchanged(went, pinned.fetch_leaves(slots[1], hosts, pages, **sizes, donate=True, **options))
+
+
+@pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
+def test_what_is_kept_is_of_one_pair(monkeypatch):
+    """Cut as on a GPU's engine path: one load beside other stores, into other chunks, in other formats, and back."""
+    monkeypatch.setattr(jaxkv.ways, "choose", lambda *args, **options: jaxkv.ways.Way("engine", 2, 8, 1))
+    monkeypatch.setattr(exchanging, "exchange_leaves", one_after_the_other)
+    model = Model("A2", pages=60)
+    scene = scene_of(model, 40, first=160)
+    out = [jaxkv.store_plan(model.spec, np.arange(n), chunk_tokens=8, layers=None) for n in (40, 96, 16)]
+    plan = jaxkv.plan(model.spec, scene.chunks, scene.slots, num_pages=60)
+    older: dict[int, tuple[jaxkv.Chunk, ...]] = {}
+    calls = [(0, None, False), (1, None, False), (1, None, True), (0, "kv layer token (head dim)", False)]
+    calls += [(0, None, True), (2, None, False), (2, None, True), (1, None, True), (0, None, False)]
+    for seed, (which, format, recycles) in enumerate(calls):
+        arrays, cache = model.random(seed)
+        count = out[which].slots.size
+        into = older.pop(which, ()) if recycles else ()
+        chunks, after = jaxkv.exchange(cache, out[which], plan, into=into, format=format)
+        stored(model, arrays, chunks, np.arange(count), *follow(count, 8))
+        assert_same(after.pages, model.written(arrays, np.concatenate(scene.rows, axis=2), scene.slots))
+        if format is None:
+            older[which] = chunks
+
+
+def test_an_exchange_and_a_store_of_one_plan_share_what_is_kept(monkeypatch):
+    """Nothing is worked out anew where the two take turns."""
+    model = Model("A2", pages=12)
+    scene = scene_of(model, 16, first=24)
+    _, cache = model.random(3)
+    out, plan = jaxkv.store_plan(cache, np.arange(16), chunk_tokens=8), jaxkv.plan(cache, scene.chunks, scene.slots)
+    _, cache = jaxkv.exchange(cache, out, plan)
+    jaxkv.store(cache, out)
+    chosen = []
+    choose = jaxkv.ways.choose
+    monkeypatch.setattr(jaxkv.ways, "choose", lambda *args, **options: chosen.append(1) or choose(*args, **options))
+    for _ in range(3):
+        _, cache = jaxkv.exchange(cache, out, plan)
+        jaxkv.store(cache, out)
+    assert not chosen

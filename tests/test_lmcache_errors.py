@@ -129,6 +129,7 @@ def test_arguments_are_checked_by_the_call():
         (ValueError, r"positions: given, but the cache's spec has no rope", dict(positions=np.arange(20))),
         (ValueError, r"skip_prefix", dict(skip_prefix=-1)),
         (ValueError, r"ahead: expected 0 or 1, got 2", dict(ahead=2)),
+        (ValueError, r"ahead: expected 0 or 1, got array", dict(ahead=np.asarray([0, 1]))),
         (ValueError, r"ahead: 1, but an array of all layers", dict(cache=Model("A1").spec)),
         (ValueError, r"implementation: 'cuda' is unknown", dict(implementation="cuda")),
         (ValueError, r"chunks: entry 1 is missing", dict(chunks=[chunks[0], None, chunks[2]])),

@@ -11,7 +11,7 @@ import pytest
 from helpers import WAYS, Model, Scene, assert_same
 
 import jaxkv
-from jaxkv import host, paths
+from jaxkv import host
 
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -115,7 +115,7 @@ def test_with_and_without_a_plan_one_program_serves(way):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 12])
 def test_operations_of_many_chunks(count, staging, donate, monkeypatch):
     """Cut as on a GPU's engine path, the first ones sent ahead, and moved by the CPU's operations."""
-    monkeypatch.setattr(paths, "choose", lambda *args, **options: paths.Way("engine", staging, 8, 1))
+    monkeypatch.setattr(jaxkv.ways, "choose", lambda *args, **options: jaxkv.ways.Way("engine", staging, 8, 1))
     model = Model("A2", pages=30)
     scene = Scene(model, 8 * count - 3)
     cache = model.poisoned()

@@ -11,7 +11,7 @@ import pytest
 from helpers import POOLS, WAYS, Model, Scene, follow, small
 
 import jaxkv
-from jaxkv import paths
+from jaxkv import ways
 from jaxkv.ops import native
 
 needs_handlers = pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
@@ -22,7 +22,7 @@ needs_handlers = pytest.mark.skipif("direct" not in WAYS, reason="the extension 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 32, 33, 100])
 def test_runs_cover_all_in_few_sizes(count, largest, first):
     """B30: so that a call of another length compiles nothing."""
-    way = paths.Way("engine", 2, largest, first)
+    way = ways.Way("engine", 2, largest, first)
     runs = list(way.runs(count, start=3))
     assert [k for run in runs for k in run] == list(range(3, 3 + count))
     powers = {1 << i for i in range(largest.bit_length())}
@@ -32,7 +32,23 @@ def test_runs_cover_all_in_few_sizes(count, largest, first):
 
 @pytest.mark.parametrize(("count", "runs"), [(4, [4]), (8, [2, 6]), (32, [2, 30]), (10, [2, 8]), (40, [2, 6, 32])])
 def test_a_long_operation_has_a_short_one_before_it(count, runs):
-    assert [len(run) for run in paths.Way("engine", 2, 32, 2).runs(count)] == runs
+    assert [len(run) for run in ways.Way("engine", 2, 32, 2).runs(count)] == runs
+
+
+@pytest.mark.parametrize("staging", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 13, 31, 32, 33, 100])
+def test_a_load_that_goes_alone_begins_with_its_longest_run(count, staging):
+    """And with as many of its chunks as there are buffers ahead of it."""
+    way = ways.Way("engine", staging, 8, 2)
+    runs = way.loads(count)
+    assert sorted(k for run in runs for k in run) == list(range(count))
+    assert [len(run) for run in runs] == sorted((len(run) for run in runs), reverse=True)
+    assert {len(run) for run in runs} <= {1, 2, 4, 8}
+    for run in runs[:1]:
+        assert way.ahead(len(run)) == min(staging, len(run))
+    for path in ("direct", "overlapped"):
+        assert [*ways.Way(path, staging, 8).loads(count)] == [*ways.Way(path, staging, 8).runs(count)]
+        assert ways.Way(path, staging, 8).ahead(8) == 0
 
 
 @needs_handlers
@@ -118,6 +134,12 @@ def test_what_cannot_be_written_into_is_refused():
     on_device = dataclasses.replace(old[0], data=tuple(map(to_device, old[0].data)))
     cases = [
         ([old[0].data], TypeError, "entry 0 is no Chunk but tuple"),
+        (
+            [old[0], dataclasses.replace(old[1], data=None)],
+            TypeError,
+            "chunk 1 has no tuple of jax.Arrays but NoneType",
+        ),
+        ([dataclasses.replace(old[0], data=(np.zeros(4),))], TypeError, "chunk 0 has no tuple of jax.Arrays but tuple"),
         ([old[0], deleted[0]], ValueError, "chunk 1 was deleted"),
         ([old[0], old[0]], ValueError, "chunk 1 was deleted, or is given twice"),
         (jaxkv.store(cache, np.arange(8), chunk_tokens=8), ValueError, "needs"),

@@ -182,3 +182,21 @@ def test_a_plan_of_another_cache_is_refused():
     low = np.arange(20)
     assert_same(cache.pages, arrays)
     stored(small, arrays, jaxkv.store(cache, jaxkv.store_plan(large.spec, low, chunk_tokens=8)), low, *follow(20, 8))
+
+
+@pytest.mark.skipif("direct" not in WAYS, reason="the extension is not built")
+def test_a_plan_does_not_grow_with_the_ways_it_is_stored(monkeypatch):
+    """Into none, some or as many older chunks: what is on the device for one way replaces that for the one before."""
+    monkeypatch.setattr(jaxkv.ways, "choose", lambda *args, **options: jaxkv.ways.Way("engine", 2, 8, 1))
+    model = Model("A2", pages=30)
+    arrays, cache = model.random()
+    slots = np.arange(96)
+    plan = jaxkv.store_plan(cache, slots, chunk_tokens=8)
+    sizes = set()
+    for count in (0, 1, 5, 12, 0, 7):
+        older = jaxkv.store(cache, slots[: 8 * count], chunk_tokens=8)
+        chunks = jaxkv.store(cache, plan, into=older)
+        helpers.stored(model, arrays, chunks, slots, *helpers.follow(96, 8))
+        held = [x for x in jax.tree.leaves(list(vars(plan).values())) if isinstance(x, jax.Array)]
+        sizes.add(sum(x.nbytes for x in held))
+    assert max(sizes) <= 2 * 4 * 96  # the tables of the last way, and the one that store_layer would take

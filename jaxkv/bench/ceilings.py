@@ -32,15 +32,33 @@ def host_copy(nbytes: int) -> float:
     return wall(lambda: np.copyto(target, source)).total
 
 
-def synchronize() -> None:
-    """Waits until an NVIDIA device has nothing left to do, by the driver's word."""
-    status = ctypes.CDLL("libcuda.so.1").cuCtxSynchronize()
-    if status:
-        raise OSError(f"cuCtxSynchronize failed with CUDA error {status}")
+class Driver:
+    """NVIDIA's driver, called directly, in the context of the first device that JAX uses too.
+
+    Raises:
+        OSError: there is no such driver.
+    """
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        context, device = ctypes.c_void_p(), ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+
+    def synchronize(self) -> None:
+        """Waits until the device has nothing left to do, by the driver's word."""
+        self._call("cuCtxSynchronize")
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._cuda, name)(*args)
+        if status:
+            raise OSError(f"{name} failed with CUDA error {status}")
 
 
-class CopyEngine:
-    """The copy engine, driven directly: pinned memory, no framework. NVIDIA only.
+class CopyEngine(Driver):
+    """The copy engine, driven directly: pinned memory, no framework.
 
     Args:
         nbytes: the largest copy.
@@ -50,12 +68,7 @@ class CopyEngine:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        context, device = ctypes.c_void_p(), ctypes.c_int()
-        self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.byref(device), 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # the context that JAX uses too
-        self._call("cuCtxSetCurrent", context)
+        super().__init__()
         self._host = [ctypes.c_void_p(), ctypes.c_void_p()]
         self._device = [ctypes.c_uint64(), ctypes.c_uint64()]
         self._streams = [ctypes.c_void_p(), ctypes.c_void_p()]
@@ -85,8 +98,3 @@ class CopyEngine:
             self._call("cuMemFreeHost", self._host[i])
             self._call("cuMemFree_v2", self._device[i])
             self._call("cuStreamDestroy_v2", self._streams[i])
-
-    def _call(self, name: str, *args: Any) -> None:
-        status = getattr(self._cuda, name)(*args)
-        if status:
-            raise OSError(f"{name} failed with CUDA error {status}")

@@ -48,7 +48,7 @@ def bulk(shape: Shape, tokens: int) -> dict[str, Timing]:
     timings["load"] = timed(lambda: reload(plan))
     timings["load, no plan"] = timed(lambda: reload(chunks, slots))
     if native.platform_of(jax.devices()[0]) == "cuda":
-        done = partial(timed, until=ceilings.synchronize)
+        done = partial(timed, until=ceilings.Driver().synchronize)
         timings["store, until the device is done"] = done(lambda: store(cache, storing))
         timings["load, until the device is done"] = done(lambda: reload(plan))
     return timings

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import host, paths
+from .. import host, ways
 from ..chunk import Chunk, ChunkFormat, Fingerprint, as_format
 from ..ops import checks, primitive
 from ..ops.gather import gather_leaves
@@ -133,7 +133,7 @@ def store_layer(
         data: Sequence[jax.Array] = host.place(_gather_chunks(plan.slots, leaves, **statics))
     else:
         checks.check_placement(leaves, [leaf.head_axis for leaf in described], "pages")
-        (on_device,) = plan.slots_beside(leaves[0])
+        on_device = plan.slots_beside(leaves[0])
         if staging is not None:
             data = place_leaves(on_device, None, leaves, transfer=transfer, num_chunks=count, staging=staging)
         elif ring is None:
@@ -207,13 +207,13 @@ def _staging(
 
     def choose() -> int | None:
         how: dict[str, Any] = {"implementation": implementation, "tuning": tuning}
-        way = paths.choose(path, leaves, (), traced=traced, nbytes=0, **how)
+        way = ways.choose(path, leaves, (), traced=traced, nbytes=0, **how)
         return None if way.path == "overlapped" else way.staging
 
-    checks.check_choice("path", path, paths.PATHS)
+    checks.check_choice("path", path, ways.PATHS)  # it is compared below, and an array is not to be
     if traced:
         return choose()
-    key = (leaves[0].sharding, path, implementation, tuning, paths.jit_is_disabled())
+    key = (leaves[0].sharding, path, implementation, tuning, ways.jit_is_disabled())
     return kept_for(plan, "_layer_staging", key, choose)
 
 

@@ -1,5 +1,7 @@
 """place and fetch: gather into, and scatter from, arrays in pinned host memory, as one operation each.
 
+`send_ahead` has some of what a fetch takes arrive before it.
+
 They are the fast paths of a transfer, not another meaning of it: `gather` followed by a copy to the host, and a
 copy to the device followed by `scatter`, give the same bytes. Both exist as FFI handlers alone. On a GPU the copy
 engine does the moving, through a few staging buffers on the device, or the kernel reaches into pinned memory
@@ -50,16 +52,25 @@ def place_leaves(
     """
     where = None if host is None else host[0].sharding
     program = place_program(slots, where, pages, transfer=transfer, num_chunks=num_chunks, staging=staging)
-    return list(program(host, slots, pages))
+    return list(program(host, slots, tuple(pages)))  # a list would be another program
 
 
 def place_program(
-    slots: Any, host: Any, pages: Sequence[jax.Array], *, transfer: Transfer, num_chunks: int, staging: int
+    slots: Any, sharding: Any, pages: Sequence[jax.Array], *, transfer: Transfer, num_chunks: int, staging: int
 ) -> Any:
-    """The program of a `place_leaves`, to be called with `(host, slots, pages)`; `host` here is their sharding."""
-    if host is None:
+    """The program of a `place_leaves`, to be called with its `host`, `slots` and `pages` (a tuple).
+
+    Args:
+        slots: as in `place_leaves`.
+        sharding: of `host`; None for new arrays.
+        pages: as in `place_leaves`.
+        transfer: the two layouts.
+        num_chunks: chunks to fill.
+        staging: as in `place_leaves`.
+    """
+    if sharding is None:
         return _new_program(new_shardings(slots, pages, transfer, num_chunks), transfer, num_chunks, staging)
-    return _place_program(host, transfer, num_chunks, staging)
+    return _place_program(sharding, transfer, num_chunks, staging)
 
 
 def fetch_leaves(
@@ -80,7 +91,8 @@ def fetch_leaves(
 
     Args:
         slots: int32 `[num_chunks * rows]`, the slot of each row; one that is not in the pool is skipped.
-        host: in pinned memory, the leaves of the first chunk, then those of the second, and so on.
+        host: the leaves of the first chunk, then those of the second, and so on; in pinned memory but for those that
+            have `arrived`.
         pages: the pool leaves that `transfer` covers, on one device.
         transfer: the two layouts.
         num_chunks: chunks given.
@@ -133,7 +145,7 @@ def new_arrays(shapes: Sequence[tuple[int, ...]], dtype: Any) -> list[jax.Array]
 
 @functools.lru_cache(maxsize=1024)
 def _new_program(shardings: Any, transfer: Transfer, num_chunks: int, staging: int) -> Any:
-    def run(_: None, slots: Any, pages: Any) -> Any:
+    def run(_: None, slots: Any, pages: Any) -> Any:  # as the other program is called
         with jax.named_scope("jaxkv.place"):
             if on_cpu:
                 # Its memory is all of one kind: a gather's results are in pinned memory where the program says so.

@@ -73,9 +73,14 @@ def define(
 
 def _run(primitive: Primitive, *operands: Any, **params: Any) -> Any:
     """Runs an op where nothing compiles around it: as other values are transformed, or where jit is disabled."""
-    if params["implementation"] is None and any(len(operand.devices()) > 1 for operand in operands):
+    if params["implementation"] != "xla" and any(len(operand.devices()) > 1 for operand in operands):
         # Nothing splits the custom call here, and where the compiler brings a sharded operand together for it, payloads
         # travel as floats. The XLA form moves integers.
+        if params["implementation"] == "ffi":
+            raise RuntimeError(
+                "implementation: 'ffi' is not possible on several devices where nothing is compiled (jit is disabled, "
+                "or the op runs by itself); pass None or 'xla'"
+            )
         params = {**params, "implementation": "xla"}
     with jax.disable_jit(False):
         return _program(primitive, **params)(*operands)

@@ -1,6 +1,8 @@
 """The benchmark: that it runs, what it writes, and that the README's tables are those of the committed figures."""
 
+import gc
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,28 @@ def test_wall_tells_enqueue_from_completion():
     """The call returns before it is done."""
     found = timing.wall(lambda: jnp.ones(8) + 1, repeats=3)
     assert 0 < found.enqueue <= found.total
+
+
+def test_wall_waits_as_it_is_told():
+    """Another way to wait is asked after every call but those that warm up, and the clock is read after it."""
+    asked: list[int] = []
+    found = timing.wall(lambda: jnp.ones(8), repeats=3, warm=2, until=lambda: time.sleep(0.01) or asked.append(1))
+    assert len(asked) == 3 and found.total >= 0.01 > found.enqueue
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_off_while_something_is_timed(was_enabled):
+    """And afterwards as it was before, also where what is timed fails."""
+    seen: list[bool] = []
+    before = gc.isenabled()
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        timing.wall(lambda: seen.append(gc.isenabled()), repeats=1)
+        with pytest.raises(ZeroDivisionError):
+            timing.wall(lambda: 1 / 0)
+        assert not any(seen) and gc.isenabled() == was_enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize("group", [1, 3])

@@ -1,5 +1,6 @@
 """Configs in all their forms, what they leave unsaid, and what is refused, by name."""
 
+import re
 import types
 
 import numpy as np
@@ -56,8 +57,9 @@ NESTED = {
 def test_local_and_global_layers(config):  # F10
     check(Rope.from_config(config, layer_type="full_attention"), plain(1e6) / 8)
     check(Rope.from_config(config, layer_type="sliding_attention"), plain(1e4))
-    for layer_type in (None, "linear_attention"):
-        with pytest.raises(ValueError, match=rf"layer_type.*'full_attention', 'sliding_attention'.*{layer_type}"):
+    for layer_type in (None, "linear_attention", ["full_attention"]):
+        words = re.escape(str(layer_type))
+        with pytest.raises(ValueError, match=rf"layer_type.*'full_attention', 'sliding_attention'.*{words}"):
             Rope.from_config(config, layer_type=layer_type)
 
 

@@ -114,6 +114,9 @@ def store(
     return chunks_of(data, going.chosen_from(pool.num_slots), steps.fingerprint, steps.alike)
 
 
+_OPTIONS = ("starts", "ends", "positions", "gaps", "skip_prefix", "out_of_range", "unique_slots")
+
+
 def _delete(chunks: Sequence[Sequence[jax.Array]]) -> None:
     for arrays in chunks:
         for array in arrays:
@@ -170,6 +173,9 @@ def load(
         if slots is None or isinstance(slots, StorePlan):
             found = "missing" if slots is None else "a StorePlan, which is for store"
             raise TypeError(f"slots: {found}; give the slot of each token, or a plan in place of the chunks")
+        unknown = [name for name in options if name not in _OPTIONS]
+        if unknown:
+            raise TypeError(f"load: unexpected options {unknown}, expected some of {_OPTIONS}")
         # Without the cache, of which the plan would send its tables at once, as a load of default options needs them.
         plan = make_plan(spec, chunks, slots, **{**options, "num_pages": pool.num_pages})
     # What is traced need not be the pages: a jitted function may close over them, and they outlive its tracing.

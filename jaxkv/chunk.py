@@ -314,9 +314,11 @@ def check_chunks(spec: CacheSpec, chunks: Iterable[Chunk], *, data_later: bool =
             if different:
                 raise ValueError(f"chunks: chunk {i} was stored from another cache: {different}")
             fitting[kind] = chunk.format.shapes(spec, chunk.num_rows)
-        if not chunk.data and data_later:
-            continue
         shapes, data = fitting[kind], chunk.data
+        if not isinstance(data, (tuple, list)):
+            raise TypeError(f"chunks: chunk {i} holds a {type(data).__name__}, expected a tuple of jax.Arrays")
+        if not data and data_later:
+            continue
         for array in data:
             if not isinstance(array, jax.Array):
                 raise TypeError(f"chunks: chunk {i} holds a {type(array).__name__}, expected a jax.Array")

@@ -192,8 +192,8 @@ class Layout:
     def num_pages(self, shape: Sequence[int], sizes: Sizes, *, kv: int = 0) -> int:
         """Checks the shape of one array against the sentence and returns the pages it holds.
 
-        Adjacent axes may be split or merged in the array as long as the row-major order stands, but an axis
-        is merged with `page`, whose size only the array knows, only where the sentence says so.
+        Adjacent axes may be split or merged in the array as long as the row-major order stands. But `page`, whose size
+        only the array knows, is not split, and an axis is merged with it only where the sentence says so.
 
         Raises:
             ValueError: the shape does not fit; the message shows the sentence, the sizes and the shape.
@@ -358,4 +358,7 @@ def _num_pages(layout: Layout, shape: tuple[int, ...], sizes: Sizes, kv: int) ->
             raise fault("its axes are in another order or of other sizes")
         if len(merged) > 1 and at in merged:
             raise fault("it merges 'page' with another axis, which the sentence must say with parentheses")
+        if merged == [at] and names[at] == ("page",) and j - first_j > 1:
+            # Pages of twice as many tokens, read as twice as many pages: the axes behind would be other ones.
+            raise fault(f"its pages would be {dims[first_j:j]}, two axes for one: its other sizes are not those")
     return pages

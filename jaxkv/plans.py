@@ -32,7 +32,7 @@ class Counts(NamedTuple):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A load, decided: a value that can be loaded as often as you like.
 
@@ -60,6 +60,11 @@ class Plan:
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
     num_slots: int | None = dataclasses.field(metadata={"static": True})
     out_of_range: str = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        # Not the tables: a log wants to know what it is.
+        turning = "" if self.positions is None else ", keys turned"
+        return f"Plan({len(self.chunks)} chunks of {self.slots.shape[0]} rows in all{turning}, {self.spec!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what is kept beside the fields: tables on a device do not pickle, and a copy is checked anew.

@@ -104,6 +104,8 @@ CASES = {
     "M7 padding": (lambda w: sentence(jaxkv.Layout("kv page token head dim", {"dim": 7}))(w), ValueError,
                    ["'dim'", "8", "7"]),
     "M8 layers": (lambda w: w.load(w.pages(lambda p: p[:2])), ValueError, ["pages", "2 arrays", "3 (layer)"]),
+    "M8 bare": (lambda w: w.load(chunks=w.chunk(data=w.chunks[1].data[0])), TypeError, ["chunk 1", "tuple"]),
+    "M8 option": (lambda w: w.load(postions=1), TypeError, ["load", "postions", "positions"]),
     "M8 valid": (lambda w: w.load(chunks=w.chunk(valid=np.ones(8, np.int32))), TypeError, ["chunk 1", "valid", "bool"]),
     "M8 valid list": (lambda w: w.load(chunks=w.chunk(valid=[True] * 8)), TypeError, ["chunk 1", "valid", "bool"]),
     "M8 chunk": (lambda w: w.load(chunks=w.chunks_of(num_layers=2)), ValueError, ["num_layers is 2", "3"]),

@@ -155,6 +155,11 @@ def test_adjacent_axes_may_be_split_and_merged(sentence, shape):
         ("page kv token head dim", (7, 2, 16, 64, 4)),
         ("kv page token head dim", (14, 16, 4, 64)),
         ("kv page token head dim", (2, 112, 4, 64)),
+        ("page kv head token dim", (7, 2, 4, 32, 64)),  # pages of 32 tokens, twice as many heads
+        ("page kv head token dim", (7, 2, 8, 16, 64)),
+        ("kv page head token dim", (2, 7, 4, 32, 64)),
+        ("page head token dim", (7, 4, 32, 64)),
+        ("head page token dim", (4, 7, 2, 16, 64)),
     ],
 )
 def test_a_shape_that_does_not_fit_is_no_guess(sentence, shape):

@@ -5,6 +5,7 @@ gathered (or the last is scattered). So the device memory a call takes is that o
 tokens; and every chunk of a store has the same shape, so that a request of another length compiles nothing.
 """
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -114,7 +115,8 @@ def store(
     return chunks_of(data, going.chosen_from(pool.num_slots), steps.fingerprint, steps.alike)
 
 
-_OPTIONS = ("starts", "ends", "positions", "gaps", "skip_prefix", "out_of_range", "unique_slots")
+_NOT_OF_LOAD = ("cache", "chunks", "slots", "num_pages", "data_later")
+_OPTIONS = tuple(name for name in inspect.signature(make_plan).parameters if name not in _NOT_OF_LOAD)
 
 
 def _delete(chunks: Sequence[Sequence[jax.Array]]) -> None:
@@ -137,7 +139,8 @@ def load(
     """Copies chunks into the pages.
 
     `load(cache, chunks, slots, **options)` is `load(cache, plan(cache, chunks, slots, **options))`. On the device it
-    takes `tuning.staging` chunks of memory, and one more on the overlapped path. Dispatched, not waited for, except on
+    takes `tuning.staging` chunks of memory, one more on the overlapped path, and at most as many again on the engine
+    path where it takes several operations. Dispatched, not waited for, except on
     that path, which bounds its memory by waiting for a chunk's arrival before it sends the one `tuning.staging` further
     on.
 

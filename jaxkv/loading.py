@@ -108,11 +108,7 @@ def _steps(
     runs: list[list[int]] = []
     for _, members in itertools.groupby(moving, key=lambda k: (chunks[k].fingerprint, chunks[k].num_rows)):
         alike = list(members)
-        if cut is None:
-            taken = way.loads(len(alike))
-        else:
-            first = cut if cut < len(alike) else 0
-            taken = [*way.runs(first), *way.runs(len(alike) - first, start=first)]
+        taken = way.loads(len(alike)) if cut is None else way.runs_apart(len(alike), cut)
         runs += [[alike[i] for i in run] for run in taken]
     tables = [(_cut(plan.slots, plan, run), _positions(plan, run)) for run in runs]
     if not traced:

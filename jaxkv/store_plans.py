@@ -212,13 +212,12 @@ def prepared_store(
     """
     checks.check_choice("path", path, ways.PATHS)  # it is compared below, and an array is not to be
     count, rows = plan.rows.slots.shape
-    first = cut if cut < count else 0
 
     def make() -> PreparedStore:
         sizes: dict[str, Any] = {"nbytes": count * rows * plan.spec.bytes_per_token, "chunks": count}
         how: dict[str, Any] = {"traced": False, "implementation": implementation, "tuning": tuning}
         way = ways.choose(path, pool.leaves, hosts, **how, **sizes)
-        taken = (*way.runs(first), *way.runs(count - first, start=first)) if runs is None else runs
+        taken = way.runs_apart(count, cut) if runs is None else runs
         wanted = as_format(plan.spec, format)
         groups, slots = groups_of(plan.spec, wanted), plan.rows.slots
         tables = host.send_beside([slots[run.start : run.stop].reshape(-1) for run in taken], pool.leaves[0].sharding)

@@ -56,6 +56,11 @@ class Way(NamedTuple):
             yield range(start + done, start + done + size)
             done += size
 
+    def runs_apart(self, count: int, cut: int) -> tuple[range, ...]:
+        """The runs of `count` chunks of which no operation takes some of the first `cut` together with later ones."""
+        first = cut if cut < count else 0
+        return (*self.runs(first), *self.runs(count - first, start=first))
+
     def loads(self, count: int) -> list[range]:
         """Cuts the chunks of a load that goes alone, on the engine path the longest run first.
 
